@@ -475,7 +475,8 @@ nothing to find.
 Whoever restores needs the image at the same path. Each page is verified when it is read. An image that was changed
 counts as absent: no further checkpoint refers to it, and `check` names what older ones miss. After it was moved, index
 it again where it is. `copy` stores the content in the other repository, and a checkpoint taken with --no-images does not
-refer to images: what it has it stores. An increment still needs what the checkpoint before it needs.
+refer to images: what it has it stores. An increment, or a disk of which only changes were read, still needs what the
+checkpoint before needs.
 
 ",
     exit_codes!()

@@ -94,7 +94,7 @@ pub struct CaptureArgs {
     /// Store pages even if the repository already has them
     #[arg(long)]
     pub no_dedup: bool,
-    /// Store pages even if an indexed image has them: a checkpoint of all memory then needs no image
+    /// Store pages even if an indexed image has them: a checkpoint that follows none then needs no image
     #[arg(long)]
     pub no_images: bool,
     /// Do not correct the guest's clock [default: its guest agent sets it when pauses add up to 500 ms]

@@ -69,6 +69,36 @@ impl Scene {
     }
 }
 
+/// It stores what the image has, and neither needs nor keeps it.
+#[test]
+fn a_checkpoint_without_images_outlives_them() -> Result<()> {
+    let scene = Scene::new("itself")?;
+    let (it, stillframe) = (&scene.it, &scene.stillframe);
+    scene.index(&scene.golden)?;
+    let pid = it.guest.pid_text();
+    let line = ["checkpoint", "--pid", &pid, "--disks", "capture"];
+    let report = stillframe.json(&[&line[..], &["--no-images"]].concat())?;
+    let taken = id(&report)?;
+    ensure!(bytes(&report)? > scene.without / 4 * 3, "{report}");
+    let of_disk = report["disks"][0]["bytes_stored"].as_u64();
+    ensure!(of_disk.is_some_and(|of_disk| of_disk > 0), "{report}");
+    ensure!(of_disk < Some(bytes(&report)?), "{report}");
+    let shown = stillframe.json(&["show", &taken])?;
+    let images = shown["images"].as_array();
+    ensure!(images.is_none_or(Vec::is_empty), "{shown}");
+    stillframe.ok(&["prune"])?;
+    let path = scene.golden.display().to_string();
+    stillframe.ok(&["index", "--remove", &path])?;
+    fs::remove_file(&scene.golden)?;
+    stillframe.ok(&["prune"])?;
+    ensure!(stillframe.json(&["check", "--read-data"])?["clean"] == true);
+    let folder = it.guest.folder().join("restored");
+    let disks = format!("--disks=new={}", folder.display());
+    let restored = Restored::start(stillframe, &taken, it.guest.folder(), &[&disks, "--verify"])?;
+    restored.serial.wait_more_committed(5)?;
+    restored.crash()
+}
+
 /// Of memory and of a disk. Both are restored from it.
 #[test]
 fn a_checkpoint_refers_to_what_an_image_has() -> Result<()> {
