@@ -265,7 +265,7 @@ fn record(measured: &[Measured], content: &Content) -> Result<()> {
         "# Bench: disk-work\n\n`{COMMAND}`, commit {}. Debian guests of {RAM_MIB} MiB, one vCPU, TCG, with a raw disk; `watch --every 2s`. fio writes \
          a disk of {} MiB, full; a unit of PostgreSQL is 100 transactions. Medians of {TURNS} windows of {} s, in turns, after the first {BEFORE} \
          checkpoints; the time of a write is QEMU's account at the device. The compiling guest makes a kernel on its disk for three minutes; \
-         QEMU's bitmap has blocks of 64 KiB. Raw data: `raw.jsonl.zst` (zstd).\n\n",
+         QEMU's bitmap has blocks of 4 KiB. Raw data: `raw.jsonl.zst` (zstd).\n\n",
         results::commit(),
         WORK[0].disk_mib,
         WINDOW.as_secs()

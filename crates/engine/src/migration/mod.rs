@@ -173,6 +173,8 @@ pub enum MigrateEvent {
     Increment,
     /// The rest moves when the VM runs at the destination: if a host or a QEMU is lost until all is there, so is the VM.
     Later,
+    /// Pages are fetched, whole: shared images are of no use.
+    ImagesUnused,
     /// The destination does not have this shared image, or has another one: its pages are sent.
     NoImage(String),
     /// The migration failed, and QEMU did not end the copy of a disk, for this reason.

@@ -14,7 +14,9 @@ use super::error::MigrateError;
 use super::image_blocks::{ImageFinder, SharedFiles};
 use super::limiter::Limiter;
 use super::seed::Seeds;
-use super::{BEAT, DEMAND_LANES, LastCheckpoint, MigrateOptions, Mode, Wire};
+use super::{
+    BEAT, DEMAND_LANES, LastCheckpoint, MigrateEvent, MigrateOptions, MigrateSink, Mode, Wire,
+};
 use crate::connection::ConnectionError;
 use crate::connection::message::{Base, Control, Message};
 use crate::connection::word::Session;
@@ -104,15 +106,19 @@ impl<'s> Sending<'s> {
         last.map(|last| &last.base)
     }
 
-    /// The images of which places could be sent.
+    /// The images of which places could be sent: none, and that is reported, where pages are fetched.
     ///
     /// # Errors
     /// One of them cannot be opened.
-    pub fn shared_images(&self) -> Result<SharedFiles, MigrateError> {
-        match self.connections() {
-            0 => Ok(SharedFiles::default()),
-            _ => Ok(SharedFiles::open(&self.options.shared_images)?),
+    pub fn shared_images(&self, events: MigrateSink<'_>) -> Result<SharedFiles, MigrateError> {
+        let paths = &self.options.shared_images;
+        if self.connections() > 0 {
+            return Ok(SharedFiles::open(paths)?);
         }
+        if !paths.is_empty() {
+            events(MigrateEvent::ImagesUnused);
+        }
+        Ok(SharedFiles::default())
     }
 
     /// Reads those that the destination has, while that starts its QEMU and hears that this side lives.

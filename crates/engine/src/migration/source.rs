@@ -190,7 +190,7 @@ impl Vm {
     ) -> Result<Channels, MigrateError> {
         let copied = disks::chosen(&vm.disks, &sending.options.copy_disks)?;
         let first_of_disks = sending.connections() + sending.lanes();
-        let images = sending.shared_images()?;
+        let images = sending.shared_images(events)?;
         wire.send_control(&Control::Hello {
             session: sending.session.clone(),
             mode: sending.mode,

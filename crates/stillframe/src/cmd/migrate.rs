@@ -134,6 +134,7 @@ impl<'c> Reporter<'c> {
             Notice::Event(MigrateEvent::Cut) => console.warn(CUT),
             Notice::Event(MigrateEvent::Increment) => console.note(INCREMENT),
             Notice::Event(MigrateEvent::Later) => console.note(LATER),
+            Notice::Event(MigrateEvent::ImagesUnused) => console.warn(IMAGES_UNUSED),
             Notice::Event(MigrateEvent::NoImage(path)) => console.warn(&format!(
                 "the destination has no {} of this length (`receive --shared-image`): pages of it are sent",
                 printable(path)
@@ -163,6 +164,10 @@ const INCREMENT: &str = "only what was written since the last checkpoint is sent
 /// Said before a VM runs without all its memory.
 const LATER: &str = "the rest of the memory moves when the VM runs at the destination; if a host or a QEMU is lost \
                      until all is there, the VM is lost";
+
+/// Said where no page is sent before it is wanted.
+const IMAGES_UNUSED: &str = "--shared-image is of no use here: pages are fetched by the destination, and come whole; pre-copy and \
+                             hybrid send places";
 
 /// More than four carry no more where the processors are the limit, and few networks need more.
 fn connections() -> usize {

@@ -146,6 +146,19 @@ fn a_file_that_the_other_host_lacks_is_named() -> Result<()> {
     Ok(())
 }
 
+/// Where pages are fetched, they come whole; the user hears it.
+#[test]
+fn a_mode_without_places_says_so() -> Result<()> {
+    let reader = Reader::boot("fetched")?;
+    let mut order = reader.order("fetched", Some(&reader.image));
+    order.migrate.push("--mode=post-copy".to_owned());
+    let mut migration = order.start(&reader.stillframe, reader.guest.pid())?;
+    migration.source.wait_words("--shared-image is of no use")?;
+    let arrived = migration.arrive()?;
+    ensure!(counted(&arrived)? == (0, 0), "{}", arrived.sent);
+    Ok(())
+}
+
 #[test]
 fn a_file_that_cannot_be_read_ends_the_migration_and_not_the_vm() -> Result<()> {
     let reader = Reader::boot("unread")?;
