@@ -79,7 +79,9 @@ fn counted(arrived: &Arrived) -> Result<(u64, u64)> {
 fn what_both_hosts_have_in_a_file_is_not_sent() -> Result<()> {
     let reader = Reader::boot("shared")?;
     let bytes = |arrived: &Arrived| arrived.sent["bytes_sent"].as_u64().context("no bytes");
-    let all = Order::of(&reader.guest, "all").perform(&reader.stillframe, reader.guest.pid())?;
+    let mut all = Order::of(&reader.guest, "all");
+    all.migrate.push("--mode=pre-copy".to_owned());
+    let all = all.perform(&reader.stillframe, reader.guest.pid())?;
     let (without, mut running) = (bytes(&all)?, all);
     for mode in ["pre-copy", "hybrid"] {
         let mut order = reader.order(mode, Some(&reader.image));
@@ -101,7 +103,9 @@ fn what_both_hosts_have_in_a_file_is_not_sent() -> Result<()> {
 fn pages_that_differ_in_the_other_hosts_file_are_sent() -> Result<()> {
     let reader = Reader::boot("spoilt")?;
     let copy = reader.spoilt(3)?;
-    let order = reader.order("spoilt", Some(&copy));
+    let mut order = reader.order("spoilt", Some(&copy));
+    // By itself it may have the rest fetched, where the machine is slow.
+    order.migrate.push("--mode=pre-copy".to_owned());
     let arrived = order.perform(&reader.stillframe, reader.guest.pid())?;
     let (in_image, not) = counted(&arrived)?;
     ensure!(in_image > FILES_PAGES / 4 * 3, "{}", arrived.sent);
@@ -115,12 +119,15 @@ fn a_cut_connection_does_not_spoil_pages_of_images() -> Result<()> {
     let reader = Reader::boot("cut")?;
     let copy = reader.spoilt(5)?;
     let mut order = reader.order("cut", Some(&copy));
-    let slow = ["--mode=pre-copy", "--bandwidth=8M", "--reconnect=1m"];
+    let slow = ["--mode=pre-copy", "--bandwidth=4M", "--reconnect=1m"];
     order.migrate.extend(slow.map(str::to_owned));
     order.receive.push("--reconnect=1m".to_owned());
     let cuts = [1500, 1500].map(Duration::from_millis);
     let arrived = order.perform_cut(&reader.stillframe, reader.guest.pid(), &cuts)?;
-    ensure!(counted(&arrived)?.0 > 0, "{}", arrived.sent);
+    counted(&arrived)?;
+    // The report is of the last connection: what came by its place before the cuts was there already.
+    let seeded = count(&arrived.sent, "pages", "seeded")?;
+    ensure!(seeded > FILES_PAGES / 4, "{}", arrived.sent);
     Ok(())
 }
 
