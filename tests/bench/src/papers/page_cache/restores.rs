@@ -41,7 +41,10 @@ pub(super) fn measure(guest: Guest, folder: &Path, image: &Path, turns: usize) -
         let (_, report, _) = checkpoint(&guest, repository, &NO_DISKS, prepare)?;
         ensure!(report["parent"].is_null(), "{report}");
     }
+    // The restored VM has the socket of its agent where the guest had it.
+    let home = guest.folder().to_owned();
     drop(guest);
+    fs::create_dir(&home)?;
     io::copy(&mut fs::File::open(image)?, &mut io::sink())?;
     let mut restores = Restores::default();
     for _ in 0..turns {
@@ -56,6 +59,7 @@ pub(super) fn measure(guest: Guest, folder: &Path, image: &Path, turns: usize) -
             times.push(us / 1e3);
         }
     }
+    fs::remove_dir_all(home)?;
     for (_, repository) in repositories {
         fs::remove_dir_all(repository)?;
     }
