@@ -20,7 +20,7 @@
 //!   pre-copy, on each connection for pages, before *Accepted* already:
 //!     Pages, ImagePages, as often as needed  -->
 //!     Sync, after each round               <-->   Differs, for pages that no image has; Synced
-//!     Pages, ImagePages, while it is stopped  -->
+//!     Pages, while it is stopped           -->
 //!     Last                                 -->
 //!   and on the first one, each second:
 //!     Alive                                -->

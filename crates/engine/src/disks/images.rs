@@ -6,11 +6,10 @@
 //! ```
 
 use std::fs::{self, File, OpenOptions};
-use std::os::unix::fs::{OpenOptionsExt, chown};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, chown};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 
-use rustix::fs::OFlags;
 use stillframe_qemu::launch::{LaunchOptions, NewFormat};
 use stillframe_qemu::monitor::{Disk, Monitor, MonitorError, image_of};
 use stillframe_qemu::qemu_img;
@@ -121,14 +120,22 @@ impl From<ServerError> for ImageError {
 /// Image files that were made for a VM. Dropped, they are removed.
 #[derive(Debug)]
 pub(crate) struct NewImages {
-    made: Vec<PathBuf>,
+    made: Vec<Made>,
     advice: &'static Advice,
+}
+
+/// One of them.
+#[derive(Debug)]
+struct Made {
+    path: PathBuf,
+    /// The file, if it is nothing but the disk's content.
+    raw: Option<File>,
 }
 
 /// The same, of a VM that may have come.
 #[derive(Debug)]
 #[must_use]
-pub(crate) struct KeptImages(Vec<PathBuf>);
+pub(crate) struct KeptImages(Vec<Made>);
 
 impl NewImages {
     /// None.
@@ -196,13 +203,21 @@ impl NewImages {
         let mut options = OpenOptions::new();
         let file = options.write(true).create_new(true).mode(0o600);
         let file = file.open(&disk.path).map_err(not_made)?;
-        self.made.push(disk.path.clone());
+        self.made.push(Made {
+            path: disk.path.clone(),
+            raw: None,
+        });
         match (format, &*disk.format) {
             (Some(NewFormat::Overlay(backing)), _) => {
                 let made = qemu_img::create_overlay(&disk.path, backing, disk.bytes);
                 made.map_err(|why| not_formatted(disk, why, self.advice))?;
             }
-            (_, RAW) => file.set_len(disk.bytes).map_err(not_made)?,
+            (_, RAW) => {
+                file.set_len(disk.bytes).map_err(not_made)?;
+                if let Some(made) = self.made.last_mut() {
+                    made.raw = Some(file);
+                }
+            }
             (_, format) => {
                 let made = qemu_img::create(&disk.path, format, disk.bytes);
                 let words = |why| format!("format {format}: {why}");
@@ -215,28 +230,15 @@ impl NewImages {
         Ok(())
     }
 
-    /// The file that a disk of QEMU's is in, if it was made here and is nothing but the disk's content.
-    ///
-    /// # Errors
-    /// It cannot be opened.
-    pub fn raw_file(&self, disk: &Disk) -> Result<Option<File>, ImageError> {
-        if disk.format != RAW || !self.made.contains(&disk.path) {
-            return Ok(None);
-        }
-        let mut options = OpenOptions::new();
-        let no_link = OFlags::NOFOLLOW.bits() as i32;
-        let file = options.write(true).custom_flags(no_link).open(&disk.path);
-        let length = |file: File| Ok((file.metadata()?.len(), file));
-        let (bytes, file) = file
-            .and_then(length)
-            .map_err(|source| ImageError::NotMade {
-                device: disk.device.clone(),
-                path: disk.path.clone(),
-                source,
-                advice: self.advice,
-            })?;
-        // A part of a file is QEMU's to find.
-        Ok((bytes == disk.bytes).then_some(file))
+    /// The file that a disk of QEMU's is in, if it was made here and is nothing but the disk's content. It is the one that was
+    /// made, whatever has its path now: another user may be able to exchange it.
+    pub fn raw_file(&self, disk: &Disk) -> Option<&File> {
+        let mut made = self.made.iter();
+        let file = made.find(|made| made.path == disk.path)?.raw.as_ref()?;
+        let (ours, there) = (file.metadata().ok()?, fs::metadata(&disk.path).ok()?);
+        let same = (ours.dev(), ours.ino()) == (there.dev(), there.ino());
+        // What else QEMU may have there, such as a part of a file, is its own to write.
+        (same && disk.format == RAW && ours.len() == disk.bytes).then_some(file)
     }
 
     /// They stay whatever happens, because the VM may run on them.
@@ -258,10 +260,10 @@ impl KeptImages {
     }
 }
 
-fn remove(files: &[PathBuf]) {
-    for file in files {
+fn remove(files: &[Made]) {
+    for Made { path, .. } in files {
         // The user finds one that cannot be removed.
-        let _ = fs::remove_file(file);
+        let _ = fs::remove_file(path);
     }
 }
 
@@ -399,16 +401,22 @@ mod tests {
         let mut images = NewImages::none(&ADVICE);
         images.add(&disk(&path, RAW), None, None).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().len(), 1 << 20);
-        assert!(images.raw_file(&disk(&path, RAW)).unwrap().is_some());
-        assert!(images.raw_file(&disk(&path, "qcow2")).unwrap().is_none());
+        assert!(images.raw_file(&disk(&path, RAW)).is_some());
+        assert!(images.raw_file(&disk(&path, "qcow2")).is_none());
         let half = Disk {
             bytes: 1 << 19,
             ..disk(&path, RAW)
         };
-        assert!(images.raw_file(&half).unwrap().is_none());
+        assert!(images.raw_file(&half).is_none());
         let other = folder.path().join("other");
         fs::write(&other, "another program's").unwrap();
-        assert!(images.raw_file(&disk(&other, RAW)).unwrap().is_none());
+        assert!(images.raw_file(&disk(&other, RAW)).is_none());
+        // Exchanged for a file of the same length.
+        let moved = folder.path().join("moved");
+        fs::rename(&path, &moved).unwrap();
+        File::create(&path).unwrap().set_len(1 << 20).unwrap();
+        assert!(images.raw_file(&disk(&path, RAW)).is_none());
+        fs::rename(&moved, &path).unwrap();
         let device =
             NewImages::none(&ADVICE).add(&disk(Path::new("/dev/stillframe-test"), RAW), None, None);
         assert!(matches!(device, Err(ImageError::NotMade { .. })));

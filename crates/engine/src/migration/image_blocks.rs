@@ -99,7 +99,7 @@ impl SharedFiles {
             .map(|(_, image)| image.name.as_str())
     }
 
-    /// Reads those that are `there`, on these processors, until it is told to stop.
+    /// Reads those that are `there`, on these processors, until `stop` is set.
     ///
     /// # Errors
     /// One of them cannot be read, or they are too large.
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn reading_stops_when_it_is_told_to() {
+    fn reading_stops_when_stop_is_set() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("image");
         std::fs::write(&path, page(11)).unwrap();

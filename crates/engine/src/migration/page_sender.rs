@@ -342,7 +342,10 @@ impl PageSender {
                 self.pages.postponed += length(&pages) - length(&rest);
                 pages = rest;
             }
-            Content::Memory(Guest::Stopped) => *placement = None,
+            Content::Memory(Guest::Stopped) => {
+                *placement = None;
+                self.pages.send_no_places();
+            }
             Content::Sample | Content::Zero => {}
         }
         let begun = Instant::now();

@@ -208,6 +208,11 @@ impl SentPages {
         sink.put_places(&ImagePages { block, pages })
     }
 
+    /// From here on pages come whole: while the VM is stopped, the destination should not wait for a disk.
+    pub fn send_no_places(&mut self) {
+        self.there.images = Arc::default();
+    }
+
     /// Whether the destination is to say which pages it has not found.
     pub fn awaits_answer(&self) -> bool {
         self.unanswered

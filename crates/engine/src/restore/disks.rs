@@ -171,9 +171,9 @@ pub(super) fn listen(disks: &[LazyDisk]) -> Result<Option<ServerSocket>, Restore
 }
 
 /// Where the content of a disk goes.
-enum Target {
+enum Target<'f> {
     /// Into the file of a raw image.
-    File(File),
+    File(&'f File),
     /// To QEMU, which exports the image by this name.
     Export(UnixStream, String),
 }
@@ -267,7 +267,7 @@ impl NewDisks {
         let devices = self.tables.iter().map(|disk| &disk.table.name);
         let disks = fitting_disks(&mut launched.monitor, record, devices)?;
         let targets = self.targets(&mut launched.monitor, &disks)?;
-        let is_export = |target: &Target| matches!(target, Target::Export(..));
+        let is_export = |target: &Target<'_>| matches!(target, Target::Export(..));
         let exports = targets.iter().any(is_export);
         let total = self.tables.iter().map(|disk| disk.table.pages).sum();
         let mut before = 0;
@@ -282,7 +282,7 @@ impl NewDisks {
             };
             let named = (&*table.name, *bytes);
             let pages = match target {
-                Target::File(file) => fill_file(named, &map, &file, &mut progress)?,
+                Target::File(file) => fill_file(named, &map, file, &mut progress)?,
                 Target::Export(socket, name) => fill(named, &map, (socket, &name), &mut progress)?,
             };
             before += table.pages;
@@ -300,9 +300,12 @@ impl NewDisks {
     }
 
     /// Where the content of each goes. QEMU exports those whose format it has to write.
-    fn targets(&self, monitor: &mut Monitor, disks: &[Disk]) -> Result<Vec<Target>, RestoreError> {
-        let files = disks.iter().map(|disk| self.made.raw_file(disk));
-        let files = files.collect::<Result<Vec<_>, _>>()?;
+    fn targets(
+        &self,
+        monitor: &mut Monitor,
+        disks: &[Disk],
+    ) -> Result<Vec<Target<'_>>, RestoreError> {
+        let files: Vec<Option<&File>> = disks.iter().map(|disk| self.made.raw_file(disk)).collect();
         let others = disks.iter().zip(&files).filter(|(_, file)| file.is_none());
         let others: Vec<Disk> = others.map(|(disk, _)| disk.clone()).collect();
         let sockets = match others.is_empty() {

@@ -293,7 +293,7 @@ fn add_contents(page: &mut Page, all: &[Periodic]) -> Result<()> {
         columns: &["workload", "free", "zero", "in image", "on disk", "duplicate", "changed", "other"],
         rows: &all.iter().map(classes).collect::<Vec<_>>(),
         pictures: &pictures.iter().map(String::as_str).collect::<Vec<_>>(),
-        differs: "Told by content: *on disk* has what is equal to a block of this checkpoint's disk.",
+        differs: "By content: *on disk* has what is equal to a block of this checkpoint's disk.",
     });
     Ok(())
 }
