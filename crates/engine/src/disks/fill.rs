@@ -322,6 +322,27 @@ mod tests {
     }
 
     #[test]
+    fn a_disk_of_several_pieces_is_whole() {
+        let piece = PIECE_PAGES as usize;
+        let mut fillings = vec![0; 2 * piece + 1];
+        for page in [0, piece - 1, piece, 2 * piece - 1, 2 * piece] {
+            fillings[page] = 7;
+        }
+        let mut repository = FakeRepository::new();
+        let blocks = [("disk", pages(&fillings))];
+        let (_, manifest) = repository.checkpoint(&vm_record("vm", &[]), &blocks, &[]);
+        let reader = repository.repository.reader(NO_WAIT).unwrap();
+        let map = PageMap::open(&reader, &manifest.ram[0]).unwrap();
+        let bytes = fillings.len() as u64 * PAGE_BYTES;
+        let mut file = tempfile::tempfile().unwrap();
+        file.set_len(bytes).unwrap();
+        fill_file(("disk", bytes), &map, &file, &mut |_| ()).unwrap();
+        let mut content = Vec::new();
+        io::Read::read_to_end(&mut file, &mut content).unwrap();
+        assert!(content == pages(&fillings));
+    }
+
+    #[test]
     fn a_file_that_cannot_be_written_is_an_error_with_the_disks_name() {
         let mut repository = FakeRepository::new();
         let blocks = [("disk", pages(&[1; 5000]))];
