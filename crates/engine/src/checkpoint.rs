@@ -35,7 +35,7 @@ use crate::capture::downtime::DowntimeRecord;
 use crate::capture::pause::PauseError;
 use crate::capture::schedule::ScheduleError;
 use crate::capture::staging::StagingError;
-use crate::disks::{DiskChoice, DisksError, LeftDisk};
+use crate::disks::{DiskChoice, DiskSchedule, DisksError, LeftDisk};
 use crate::free_pages::{FreePagesError, FreePagesReport};
 use crate::memory::block::BlockError;
 use crate::post_restore::ClockReport;
@@ -192,6 +192,8 @@ pub struct StoredDisk {
     pub device: String,
     /// Its length in bytes.
     pub bytes: u64,
+    /// How it was captured.
+    pub schedule: DiskSchedule,
     /// Bytes that were read: not those which QEMU knows to be zeros.
     pub bytes_read: u64,
     /// What its content added to the repository, in bytes.
@@ -323,6 +325,7 @@ impl CheckpointError {
                 PauseError::Overrun { .. }
                 | PauseError::Interfered
                 | PauseError::Disks(_)
+                | PauseError::Rounds(_)
                 | PauseError::NotHeld { .. }
                 | PauseError::StateChanged { .. }
                 | PauseError::Injected(_) => false,

@@ -41,6 +41,8 @@ points! {
     BalloonInflated = "balloon.inflated",
     /// The guardian expects a pause, and `stop` is not sent yet.
     PauseBeforeStop = "pause.before-stop",
+    /// The guest is stopped, and QEMU is held; what is left of the disks is not read yet.
+    PauseHeld = "pause.held",
     /// The guest is stopped.
     PauseStopped = "pause.stopped",
     /// Written pages are found and copied, or armed; `cont` is not sent yet.

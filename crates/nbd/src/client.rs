@@ -48,6 +48,18 @@ impl Client {
     }
 }
 
+impl Client {
+    /// The server may be silent for this long from here on.
+    ///
+    /// # Errors
+    /// The kernel refuses it: zero is no limit.
+    pub fn limit_silence(&mut self, limit: Duration) -> io::Result<()> {
+        let socket = self.stream.get_ref();
+        socket.set_read_timeout(Some(limit))?;
+        socket.set_write_timeout(Some(limit))
+    }
+}
+
 impl<S: Read + Write> Client<S> {
     /// The same over any stream.
     pub(crate) fn over(

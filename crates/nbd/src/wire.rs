@@ -17,6 +17,8 @@ const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
 
 /// Length of a server's greeting in bytes.
 pub(crate) const GREETING_BYTES: usize = 18;
+/// Length of the flags with which a client replies to it.
+pub(crate) const CLIENT_FLAGS_BYTES: usize = 4;
 /// Length of the head of an option in bytes.
 pub(crate) const OPTION_BYTES: usize = 16;
 /// Length of a request in bytes.
@@ -150,6 +152,15 @@ impl Request {
             length: fields.u32()?,
         })
     }
+}
+
+/// What a server sends first.
+pub(crate) fn greeting() -> [u8; GREETING_BYTES] {
+    let mut greeting = [0; GREETING_BYTES];
+    greeting[..8].copy_from_slice(&SERVER_MAGIC.to_be_bytes());
+    greeting[8..16].copy_from_slice(&OPTION_MAGIC.to_be_bytes());
+    greeting[16..].copy_from_slice(&(FIXED_NEWSTYLE | NO_ZEROES).to_be_bytes());
+    greeting
 }
 
 /// An option of the negotiation with its data.

@@ -10,6 +10,7 @@ pub(crate) mod guest_address;
 mod host_files;
 mod jobs;
 mod lent;
+mod live_views;
 mod migration;
 mod mirror;
 pub(crate) mod ram_blocks;
@@ -26,7 +27,7 @@ use serde_json::{Value, json};
 
 pub(crate) use balloon::BALLOON;
 pub use balloon::{Balloon, BalloonStatistics};
-pub use bitmaps::DiskBitmap;
+pub use bitmaps::{DiskBitmap, bitmap_context};
 pub use cpu::FeatureWord;
 pub(crate) use cpu::missing as missing_features;
 pub(crate) use devices::{BlockNode, DeviceProperty};

@@ -12,6 +12,8 @@ pub struct DowntimeRecord {
     pub total: u64,
     /// QEMU halts the vCPUs, drains and flushes its disks.
     pub stop: u64,
+    /// Reading what was left of disks that are copied in rounds.
+    pub disks: u64,
     /// Reading which pages were written since the last pre-copy round, and protecting them again.
     pub scan: u64,
     /// Copying them, or making ready for copying them after the pause.

@@ -18,14 +18,20 @@
 //! in one piece before the first is carried out, and keeps the connection open by itself until the last. So the ways back
 //! are the same ([`Monitor::send_pause_with_disks`]).
 //!
+//! Disks that are copied in rounds have a hold in place of the filters: QEMU waits for a socket, and serves the disks to us meanwhile
+//! ([`Monitor::send_held_pause`]). Every error releases it; the guardian has it too; and it ends with its last process.
+//!
 //! A guest that is suspended to RAM is the exception: QEMU stops it and does not resume it. So `cont` is sent
 //! afterwards, by the guardian if need be.
 
+use std::io;
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use stillframe_fault::{self as fault, Point};
+use stillframe_nbd::Hold;
 use stillframe_qemu::device_state;
-use stillframe_qemu::monitor::{DiskSnapshot, Monitor, MonitorError, RunState};
+use stillframe_qemu::monitor::{Monitor, MonitorError, RunState};
 use stillframe_qemu::qmp::{QmpError, Ticket};
 use stillframe_sys::affinity::{self, AffinityGuard, Processors};
 use stillframe_sys::process::Process;
@@ -36,6 +42,7 @@ use crate::capture::downtime::{DowntimeRecord, us};
 use crate::capture::paused_vm::{PausedError, PausedVm};
 use crate::capture::schedule::{Schedule, ScheduleError, Work};
 use crate::capture::staging::StagingError;
+use crate::disks::{PreparedDisks, RoundsError};
 use crate::guardian::{Guardian, GuardianError};
 use crate::placement;
 use crate::tracking::error::TrackerError;
@@ -45,6 +52,8 @@ use crate::tracking::tracker::Tracker;
 /// and giving up on the connection would lose the answer.
 const ANSWER_GRACE: Duration = Duration::from_secs(30);
 
+/// How long a look for QEMU in its hold lasts.
+const LOOK: Duration = Duration::from_millis(2);
 /// QEMU's word for a VM that it has stopped to save it.
 const SAVING: &str = "save-vm";
 
@@ -78,6 +87,11 @@ pub enum PauseError {
         "QEMU did not put the snapshot of a disk in place; the VM was resumed, and this checkpoint is discarded"
     )]
     Disks(#[source] QmpError),
+    /// What was left of the disks could not be read. A filter may do.
+    #[error(
+        "cannot read in the pause what is left of the disks; the VM was resumed, and this checkpoint is discarded. Take it with --disk-schedule filter"
+    )]
+    Rounds(#[from] RoundsError),
     /// Another client resumed or stopped the VM between the commands of a pause with disks.
     #[error(
         "another client of QEMU stopped or resumed the VM in the pause; this checkpoint is discarded"
@@ -142,8 +156,8 @@ pub struct Pause<'a> {
     pub state: &'a mut StateStream,
     /// Nothing is done while the device state is saved, to measure how long that takes by itself.
     pub state_first: bool,
-    /// The disks whose filters are put in place.
-    pub disks: &'a [DiskSnapshot],
+    /// The disks whose filters are put in place, or of which the rest is read.
+    pub disks: &'a mut PreparedDisks,
     /// The VM is resumed after this.
     pub limit: Duration,
     /// The run state of the VM just before.
@@ -182,10 +196,11 @@ impl Pause<'_> {
         monitor.client().take_events()?;
         self.state.prepare()?;
         // With disks, `cont` is one of the commands.
-        let suspended = self.before.is_suspended() && self.disks.is_empty();
+        let suspended = self.before.is_suspended() && !self.disks.is_some();
+        let hold = self.hold(monitor, guardian)?;
         let mut paused = PausedVm::held_by_state(monitor, guardian, self.limit, suspended)?;
         let begin = Instant::now();
-        let saved = self.stopped(paused.monitor(), &mut record, &own);
+        let saved = self.stopped(paused.monitor(), &mut record, &own, hold);
         let woken = match suspended {
             true => back_to_sleep(paused.monitor(), &mut record),
             false => Ok(()),
@@ -203,29 +218,48 @@ impl Pause<'_> {
         self.validated(monitor, saved, record)
     }
 
+    /// What holds QEMU while the rest of the disks is read, if they are copied in rounds. QEMU has the other end.
+    fn hold(&self, monitor: &mut Monitor, guardian: &Guardian) -> Result<Option<Hold>, PauseError> {
+        if !matches!(self.disks, PreparedDisks::Rounds(_)) {
+            return Ok(None);
+        }
+        let (hold, theirs) = Hold::pair().map_err(not_held)?;
+        monitor.give_hold(theirs.as_fd())?;
+        guardian.hold(hold.as_fd())?;
+        Ok(Some(hold))
+    }
+
     /// Has QEMU stop the VM, captures, lets QEMU continue.
     fn stopped(
         &mut self,
         monitor: &mut Monitor,
         record: &mut DowntimeRecord,
         own: &Processors,
+        hold: Option<Hold>,
     ) -> Result<Saved, PauseError> {
         let limit = self.limit + ANSWER_GRACE;
         fault::at(Point::PauseBeforeStop)?;
         let begin = Instant::now();
         let (saving, around) = self.send(monitor)?;
+        let rest = match (hold, &around) {
+            (Some(hold), Some(around)) => self.rest_of_disks(monitor, record, hold, around),
+            _ => Ok(()),
+        };
         self.state.await_stopped(monitor, &saving, limit)?;
-        record.stop = us(begin);
+        record.stop = us(begin) - record.disks;
         // From here on the vCPUs' processors are free, and QEMU's main thread has much to do.
         let _apart = placement::confine_away_from(self.qemu, own);
         let state_begin = Instant::now();
-        let captured = self.capture(monitor, record, own, &saving);
+        let captured = rest.and_then(|()| self.capture(monitor, record, own, &saving));
         // Awaited even when the copy failed: QEMU continues when its state is read.
         let wait = Instant::now();
         let saved = self.state.finish(monitor, saving, limit)?;
         record.wait += us(wait);
         if let Some(around) = around {
             around.wait(monitor, limit)?;
+        }
+        if let Err(PauseError::Rounds(_)) = &captured {
+            monitor.take_back_hold();
         }
         if !self.state_first {
             record.device_state = us(state_begin);
@@ -236,16 +270,49 @@ impl Pause<'_> {
 
     /// Sends the commands of the pause: the one that saves the device state, and those around it.
     fn send(&mut self, monitor: &mut Monitor) -> Result<(Ticket, Option<Around>), PauseError> {
-        if self.disks.is_empty() {
-            return Ok((monitor.send_save_device_state(self.state.file())?, None));
-        }
+        let file = self.state.file();
         let runs = self.before.running || self.before.is_suspended();
-        let sent = monitor.send_pause_with_disks(self.disks, self.state.file(), runs)?;
+        let sent = match &self.disks {
+            PreparedDisks::None => return Ok((monitor.send_save_device_state(file)?, None)),
+            PreparedDisks::Filters(disks) => {
+                monitor.send_pause_with_disks(disks.snapshots(), file, runs)?
+            }
+            PreparedDisks::Rounds(_) => monitor.send_held_pause(file, runs)?,
+        };
         let around = Around {
             before: sent.before,
+            hold: sent.hold,
             resuming: sent.resuming,
         };
         Ok((sent.saving, Some(around)))
+    }
+
+    /// Waits until QEMU is held, reads what is left of the disks, and releases it.
+    fn rest_of_disks(
+        &mut self,
+        monitor: &mut Monitor,
+        record: &mut DowntimeRecord,
+        mut hold: Hold,
+        around: &Around,
+    ) -> Result<(), PauseError> {
+        let (PreparedDisks::Rounds(rounds), Some(held)) = (&mut self.disks, &around.hold) else {
+            return Ok(());
+        };
+        let deadline = Instant::now() + self.limit + ANSWER_GRACE;
+        while !hold.wait(LOOK).map_err(not_held)? {
+            // It may refuse the command before it comes to the socket.
+            if monitor.client().has_reply(held)? || Instant::now() > deadline {
+                return Err(RoundsError::NotHeld(None).into());
+            }
+        }
+        let begin = Instant::now();
+        let read = fault::at(Point::PauseHeld)
+            .map_err(PauseError::from)
+            .and_then(|()| Ok(rounds.rest()?));
+        // Until now: the guardian may have released it.
+        let released = hold.release().map_err(not_held);
+        record.disks = us(begin);
+        read.and(released)
     }
 
     /// Scan and copy; the guest is stopped.
@@ -296,7 +363,7 @@ impl Pause<'_> {
         let events = monitor.client().take_events()?;
         let names: Vec<&str> = events.iter().map(|event| event.name.as_str()).collect();
         let running = stopped_and_resumed(&names);
-        if !self.disks.is_empty() && names.iter().filter(|name| **name == "STOP").count() > 1 {
+        if self.disks.is_some() && names.iter().filter(|name| **name == "STOP").count() > 1 {
             return Err(PauseError::Interfered);
         }
         if running != self.before.running && !self.before.is_suspended() {
@@ -319,9 +386,15 @@ impl Pause<'_> {
     }
 }
 
+fn not_held(error: io::Error) -> PauseError {
+    RoundsError::NotHeld(Some(error)).into()
+}
+
 /// The commands before and behind the one that saves the device state.
 struct Around {
     before: Vec<Ticket>,
+    /// The last of those before, which fails in the end.
+    hold: Option<Ticket>,
     resuming: Option<Ticket>,
 }
 
@@ -334,6 +407,7 @@ impl Around {
             .into_iter()
             .map(|ticket| client.wait(ticket, limit));
         let before: Vec<_> = before.collect();
+        let held = self.hold.map(|ticket| client.wait(ticket, limit));
         let resumed = self.resuming.map(|ticket| client.wait(ticket, limit));
         // First of all the guest.
         if let Some(Err(error)) = resumed {
@@ -344,6 +418,11 @@ impl Around {
         }
         for reply in before {
             reply.map_err(PauseError::Disks)?;
+        }
+        match held {
+            None | Some(Err(QmpError::Command { .. })) => {}
+            Some(Err(error)) => return Err(error.into()),
+            Some(Ok(_)) => return Err(RoundsError::NotHeld(None).into()),
         }
         Ok(())
     }

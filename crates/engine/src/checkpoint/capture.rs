@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use stillframe_page::PAGE_BYTES;
 use stillframe_page::hash::ContentHasher;
-use stillframe_qemu::monitor::{DiskSnapshot, RunState};
+use stillframe_qemu::monitor::RunState;
 use stillframe_qemu::record::VmRecord;
 use stillframe_sys::affinity::Processors;
 
@@ -21,7 +21,7 @@ use crate::capture::schedule::{
     Auto, Bursts, CopyOnWrite, Plan, PreCopy, Sample, Schedule, StopCopy, Work,
 };
 use crate::capture::staging::StagingBuffer;
-use crate::disks::{DiskSnapshots, DiskView, LeftDisk};
+use crate::disks::{DiskView, DisksError, LeftDisk, PreparedDisks};
 use crate::free_pages::FreePagesReport;
 use crate::memory::BlockShape;
 use crate::memory::ranges::{PageRanges, count};
@@ -196,10 +196,37 @@ impl Vm {
             disk_limit: options.copy_buffer_bytes,
             spare: placement::processors(&self.target.process),
         };
-        let filled = match self.fill(&mut captured, hasher, options) {
+        match self.fill_in_some_way(&mut captured, hasher, options) {
+            Ok(()) => {
+                self.observe(&captured);
+                Ok(captured)
+            }
+            Err(error) => {
+                self.discard(captured);
+                Err(error)
+            }
+        }
+    }
+
+    /// [`Vm::fill`], and once more in another way where that may help.
+    fn fill_in_some_way(
+        &mut self,
+        captured: &mut Captured,
+        hasher: &ContentHasher,
+        options: &CheckpointOptions,
+    ) -> Result<(), CheckpointError> {
+        match self.fill(captured, hasher, options) {
+            // The guest wrote more at the last moment, or its storage is slow.
+            Err(
+                CheckpointError::Disks(DisksError::Rounds(_))
+                | CheckpointError::Pause(PauseError::Rounds(_)),
+            ) if options.disks.schedule.is_none() => {
+                self.disks.avoid_rounds();
+                self.fill_in_some_way(captured, hasher, options)
+            }
             // The next pause waits for the first byte of the device state, however long that is.
             Err(CheckpointError::Pause(PauseError::NotHeld { .. })) => {
-                self.fill(&mut captured, hasher, options)
+                self.fill(captured, hasher, options)
             }
             // What takes protection away comes back: better a longer pause than no checkpoint.
             Err(CheckpointError::Tracker(
@@ -210,19 +237,9 @@ impl Vm {
                 }
                 captured.instead_of = Some(captured.schedule);
                 captured.schedule = ScheduleKind::PreCopy;
-                self.fill(&mut captured, hasher, options)
+                self.fill(captured, hasher, options)
             }
             filled => filled,
-        };
-        match filled {
-            Ok(()) => {
-                self.observe(&captured);
-                Ok(captured)
-            }
-            Err(error) => {
-                self.discard(captured);
-                Err(error)
-            }
         }
     }
 
@@ -263,11 +280,14 @@ impl Vm {
         options: &CheckpointOptions,
     ) -> Result<(), CheckpointError> {
         // Before pages are copied: the guest would write more of them meanwhile, and the pause copy these.
-        let (snapshots, left) =
-            self.disks
-                .begin(&options.disks, &mut self.monitor, &self.guardian)?;
+        let (mut disks, left) = self.disks.begin(
+            &options.disks,
+            options.copy_buffer_bytes / 2,
+            &mut self.monitor,
+            &self.guardian,
+        )?;
         captured.disks_left_out = left;
-        captured.has_snapshots = snapshots.is_some();
+        captured.has_snapshots = disks.is_some();
         let begin = Instant::now();
         captured.copied = Copied::default();
         captured
@@ -284,14 +304,15 @@ impl Vm {
             &mut self.monitor,
         )?;
         captured.copying = us(begin);
-        let disks = snapshots.as_ref().map_or(&[][..], DiskSnapshots::snapshots);
-        if let Err(error) = self.pause(captured, schedule.as_mut(), disks, hasher, options) {
+        let approached = self.disks.approach(&mut disks, &mut self.monitor);
+        let paused = approached
+            .map_err(CheckpointError::from)
+            .and_then(|()| self.pause(captured, schedule.as_mut(), &mut disks, hasher, options));
+        if let Err(error) = paused {
             schedule.give_up(&self.tracker);
             return Err(error);
         }
-        if let Some(snapshots) = snapshots {
-            captured.disks = Mutex::new(snapshots.open(&mut self.monitor)?);
-        }
+        captured.disks = Mutex::new(disks.open(&mut self.monitor)?);
         let resumed_at = Instant::now();
         schedule.after(&mut work(&mut self.tracker, &mut self.bursts, captured))?;
         captured.copying += us(resumed_at);
@@ -349,7 +370,7 @@ impl Vm {
         &mut self,
         captured: &mut Captured,
         schedule: &mut dyn Schedule,
-        disks: &[DiskSnapshot],
+        disks: &mut PreparedDisks,
         hasher: &ContentHasher,
         options: &CheckpointOptions,
     ) -> Result<(), CheckpointError> {

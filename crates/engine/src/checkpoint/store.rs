@@ -283,6 +283,7 @@ impl CheckpointWriter {
             let disk = StoredDisk {
                 device: view.device().to_owned(),
                 bytes,
+                schedule: view.schedule(),
                 bytes_read: read.bytes,
                 bytes_stored: 0,
                 pages: stream.counts.into(),

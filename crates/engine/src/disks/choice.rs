@@ -25,6 +25,16 @@ pub enum DiskMode {
     None,
 }
 
+/// How disks are captured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DiskSchedule {
+    /// Copied in rounds before the pause, and what is left in it ([`super::rounds`]).
+    Rounds,
+    /// Read after the pause, behind a filter that keeps what the guest overwrites.
+    Filter,
+}
+
 /// What a checkpoint has of each disk.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DiskChoice {
@@ -32,6 +42,8 @@ pub struct DiskChoice {
     pub others: DiskMode,
     /// Of these, by drive or device.
     pub each: Vec<(String, DiskMode)>,
+    /// How they are captured; the engine chooses by what was written if this is `None`.
+    pub schedule: Option<DiskSchedule>,
     /// QEMU goes on to record what is written when the engine ends, for the next one.
     pub keep_bitmaps: bool,
 }
@@ -194,7 +206,7 @@ mod tests {
         let choice = DiskChoice {
             others,
             each: vec![("b".to_owned(), own)],
-            keep_bitmaps: false,
+            ..DiskChoice::default()
         };
         let all = vec![disk("a", 4096), disk("b", bytes)];
         let divided = choice.division(all, io_threads)?;
@@ -248,7 +260,7 @@ mod tests {
         let of = |others| DiskChoice {
             others,
             each: Vec::new(),
-            keep_bitmaps: false,
+            ..DiskChoice::default()
         };
         let left = of(DiskMode::Auto).division(vec![lazy.clone()], false);
         let left = left.unwrap();
@@ -265,7 +277,7 @@ mod tests {
                 .iter()
                 .map(|&(name, mode)| (name.to_owned(), mode))
                 .collect(),
-            keep_bitmaps: false,
+            ..DiskChoice::default()
         };
         let error = choice(DiskMode::Capture, &[]).division(Vec::new(), false);
         assert!(matches!(error, Err(DisksError::NoDisk)));

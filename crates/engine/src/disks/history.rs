@@ -8,7 +8,9 @@
 //! ```
 //!
 //! A bitmap begins a little before the pause of one checkpoint and ends a little after that of the next. So it has more than
-//! was written between them, and nothing is lost. If a checkpoint is given up, its bitmap is merged into the next one.
+//! was written between them, and nothing is lost. If a checkpoint is given up, its bitmap is merged into the next one. Where
+//! disks are copied in rounds ([`super::rounds`]), bitmap 1 records until the checkpoint is durable, and bitmap 2 is that of the
+//! last round.
 //!
 //! A checkpoint names the bitmaps that began with it. Where the user wants it, the last ones stay in QEMU when the engine
 //! ends: an engine that comes back finds them, and the checkpoint, and goes on from there.
@@ -20,7 +22,8 @@ use stillframe_qemu::monitor::{
 use stillframe_repo::{CheckpointId, DiskTable, Manifest};
 
 use super::choice::Divided;
-use super::{DiskChoice, DiskSnapshots, DisksError, LeftDisk};
+use super::rounds::{self, DiskRounds};
+use super::{DiskChoice, DiskSchedule, DiskSnapshots, DisksError, LeftDisk, PreparedDisks};
 use crate::guardian::{Guardian, OnDisconnect};
 
 /// Bitmaps, one a disk, and whether a checkpoint names them.
@@ -42,6 +45,9 @@ impl Recording {
     }
 }
 
+/// Checkpoints with filters after rounds that were of no use, before they are tried again.
+const AVOIDED: u32 = 16;
+
 /// The bitmaps of one attachment.
 #[derive(Debug, Default)]
 pub struct DiskHistory {
@@ -49,6 +55,10 @@ pub struct DiskHistory {
     since: Option<Recording>,
     /// What was written since the pause of a checkpoint that is not.
     next: Option<Recording>,
+    /// Those of `since` record on until `next` is that of a durable checkpoint: it is copied in rounds.
+    in_rounds: bool,
+    /// Checkpoints that are to be taken with filters, if the choice is ours.
+    avoid_rounds: u32,
     /// Those that an earlier attachment has left.
     left: Vec<DiskBitmap>,
     /// The last ones stay in QEMU.
@@ -84,18 +94,19 @@ impl DiskHistory {
         tables
     }
 
-    /// Makes snapshots of the chosen disks ready for a pause: of what was written since the last checkpoint, if that is known of
-    /// all of them. What an earlier attempt has left is settled as given up. Returns also the disks that are left out because
-    /// they cannot be captured.
+    /// Makes the chosen disks ready for a pause: what was written since the last checkpoint, if that is known of all of them. What
+    /// an earlier attempt has left is settled as given up. `limit_bytes`: what may be copied of them in rounds. Returns also the
+    /// disks that are left out because they cannot be captured.
     ///
     /// # Errors
     /// QEMU refuses it, or a disk that must be captured cannot be.
     pub fn begin(
         &mut self,
         choice: &DiskChoice,
+        limit_bytes: u64,
         monitor: &mut Monitor,
         guardian: &Guardian,
-    ) -> Result<(Option<DiskSnapshots>, Vec<LeftDisk>), DisksError> {
+    ) -> Result<(PreparedDisks, Vec<LeftDisk>), DisksError> {
         self.settle(monitor, guardian, false)?;
         self.keep = choice.keep_bitmaps;
         if self.has_left() {
@@ -109,16 +120,16 @@ impl DiskHistory {
         } = choice.divide(monitor)?;
         if captured.is_empty() {
             self.start_over();
-            return Ok((None, left));
+            return Ok((PreparedDisks::None, left));
         }
-        match self.begin_with(&captured, monitor, guardian) {
-            Ok(snapshots) => Ok((Some(snapshots), left)),
+        match self.begin_with(&captured, choice.schedule, limit_bytes, monitor, guardian) {
+            Ok(prepared) => Ok((prepared, left)),
             Err(error) if required => Err(error),
             Err(error) => {
                 // The next checkpoint has one before it without their content.
                 self.start_over();
                 left.extend(captured.iter().map(|disk| LeftDisk::new(disk, &error)));
-                Ok((None, left))
+                Ok((PreparedDisks::None, left))
             }
         }
     }
@@ -126,9 +137,11 @@ impl DiskHistory {
     fn begin_with(
         &mut self,
         disks: &[DiskDevice],
+        schedule: Option<DiskSchedule>,
+        limit_bytes: u64,
         monitor: &mut Monitor,
         guardian: &Guardian,
-    ) -> Result<DiskSnapshots, DisksError> {
+    ) -> Result<PreparedDisks, DisksError> {
         // A disk that was plugged in or resized is not known.
         self.since.take_if(|since| !since.is_of(disks));
         if let Some(since) = &self.since
@@ -139,6 +152,102 @@ impl DiskHistory {
         if self.since.is_none() {
             monitor.mark_ends(disks)?;
         }
+        if self.suits_rounds(disks, schedule, monitor)? {
+            match self.begin_rounds(disks, limit_bytes, monitor, guardian) {
+                Ok(rounds) => return Ok(PreparedDisks::Rounds(rounds)),
+                Err(error) if schedule.is_some() => return Err(error),
+                Err(_) => self.avoid_rounds(),
+            }
+        }
+        let snapshots = self.begin_filters(disks, monitor, guardian)?;
+        Ok(PreparedDisks::Filters(snapshots))
+    }
+
+    /// Whether rounds are to be tried: what was written since a checkpoint is known, and is little.
+    fn suits_rounds(
+        &mut self,
+        disks: &[DiskDevice],
+        schedule: Option<DiskSchedule>,
+        monitor: &mut Monitor,
+    ) -> Result<bool, MonitorError> {
+        if let Some(schedule) = schedule {
+            return Ok(schedule == DiskSchedule::Rounds);
+        }
+        let avoided = self.avoid_rounds > 0;
+        self.avoid_rounds = self.avoid_rounds.saturating_sub(1);
+        let bytes = disks.iter().map(|disk| disk.bytes).sum::<u64>();
+        match &self.since {
+            Some(since) if !avoided && bytes <= rounds::DISKS_BYTES_MAX => {
+                Ok(monitor.written_bytes(&since.bitmaps)? <= rounds::WRITTEN_BYTES_MAX)
+            }
+            _ => Ok(false),
+        }
+    }
+
+    /// Rounds were of no use: the next checkpoints are taken with filters, if the choice is ours.
+    pub fn avoid_rounds(&mut self) {
+        self.avoid_rounds = AVOIDED;
+    }
+
+    fn begin_rounds(
+        &mut self,
+        disks: &[DiskDevice],
+        limit_bytes: u64,
+        monitor: &mut Monitor,
+        guardian: &Guardian,
+    ) -> Result<DiskRounds, DisksError> {
+        let bitmaps = (0..rounds::ROUNDS_MAX).map(|_| {
+            let number = getrandom::u64().map_err(DisksError::Random)?;
+            Ok(DiskBitmap::since(disks, number))
+        });
+        let bitmaps = bitmaps.collect::<Result<Vec<_>, DisksError>>()?;
+        let last = self.commands_to_end_rounds(&bitmaps);
+        let announce = |mut commands: EndCommands| {
+            commands.last.extend(last.iter().cloned());
+            guardian.on_disconnect(OnDisconnect::EndSnapshots(commands))
+        };
+        self.next = Some(Recording {
+            bitmaps: bitmaps[0].clone(),
+            is_named: false,
+        });
+        self.in_rounds = true;
+        let begun = DiskRounds::begin(bitmaps, disks, limit_bytes, monitor, &announce);
+        let begun = begun.and_then(|mut rounds| {
+            let since = self.since.as_ref().map(|since| &since.bitmaps[..]);
+            rounds.first(since, monitor)?;
+            Ok(rounds)
+        });
+        begun.inspect_err(|_| {
+            // The error that led here is the one to report.
+            let _ = self.settle(monitor, guardian, false);
+        })
+    }
+
+    /// Further rounds, until little is left for the pause. To be called right before it.
+    ///
+    /// # Errors
+    /// The guest writes too fast for rounds, or QEMU refuses one.
+    pub fn approach(
+        &mut self,
+        prepared: &mut PreparedDisks,
+        monitor: &mut Monitor,
+    ) -> Result<(), DisksError> {
+        let PreparedDisks::Rounds(rounds) = prepared else {
+            return Ok(());
+        };
+        rounds.approach(monitor)?;
+        if let Some(next) = &mut self.next {
+            next.bitmaps = rounds.next().to_vec();
+        }
+        Ok(())
+    }
+
+    fn begin_filters(
+        &mut self,
+        disks: &[DiskDevice],
+        monitor: &mut Monitor,
+        guardian: &Guardian,
+    ) -> Result<DiskSnapshots, DisksError> {
         let next = DiskBitmap::since(disks, getrandom::u64().map_err(DisksError::Random)?);
         let mut since = self.since_bitmaps().iter();
         let snapshots = next.iter().enumerate().map(|(number, next)| DiskSnapshot {
@@ -160,6 +269,7 @@ impl DiskHistory {
             bitmaps: next,
             is_named: false,
         });
+        self.in_rounds = false;
         begun.inspect_err(|_| {
             // The error that led here is the one to report.
             let _ = self.settle(monitor, guardian, false);
@@ -184,6 +294,7 @@ impl DiskHistory {
         next.is_named = stored;
         self.since = match (stored, since) {
             (true, _) => Some(next),
+            (false, since) if self.in_rounds => since,
             (false, Some(since)) => {
                 monitor.merge_bitmaps(&since.bitmaps, &next.bitmaps)?;
                 Some(next)
@@ -238,6 +349,19 @@ impl DiskHistory {
                 vec![Monitor::command_to_take_back(since, next)]
             }
             _ => Monitor::commands_to_forget_disks(next, since),
+        }
+    }
+
+    /// The same where it is copied in rounds, with these bitmaps: those of `since` have recorded all along.
+    fn commands_to_end_rounds(&self, rounds: &[Vec<DiskBitmap>]) -> Vec<(String, Value)> {
+        match &self.since {
+            Some(Recording { is_named: true, .. }) if self.keep => {
+                Monitor::commands_to_forget(rounds.iter().flatten())
+            }
+            _ => {
+                let all: Vec<DiskBitmap> = rounds.iter().flatten().cloned().collect();
+                Monitor::commands_to_forget_disks(&all, self.since_bitmaps())
+            }
         }
     }
 

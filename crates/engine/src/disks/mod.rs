@@ -8,14 +8,18 @@
 //!   settled             all taken away: the devices have their images again       DiskHistory::settle
 //! ```
 //!
+//! Where little was written there is no filter: what was written is copied in [`rounds`], and what is left of it in the pause.
+//!
 //! What the guest's writes replace is copied first, into memory with a limit. Beyond it QEMU gives the
 //! view up, and with it the checkpoint.
 
 pub mod choice;
+mod copy;
 pub mod fill;
 pub mod history;
 pub mod images;
 pub mod lazy;
+pub mod rounds;
 pub mod server;
 pub mod view;
 
@@ -29,9 +33,11 @@ use stillframe_sys::memfd::{Memfd, MemfdError};
 use thiserror::Error;
 
 use crate::guardian::GuardianError;
-pub use choice::{DiskChoice, DiskMode, LeftDisk};
+pub use choice::{DiskChoice, DiskMode, DiskSchedule, LeftDisk};
 pub use history::DiskHistory;
+pub use rounds::{DiskRounds, RoundsError};
 use server::ServerError;
+use view::{Content, Snapshot};
 pub use view::{DiskView, ReadDisk};
 
 /// How long QEMU's NBD server may be silent. A storage that hangs holds it up.
@@ -115,6 +121,20 @@ pub enum DisksError {
         /// The disk.
         device: String,
     },
+    /// Not in rounds.
+    #[error(
+        "the VM's disks cannot be copied without a filter; this checkpoint is discarded. Take it with --disk-schedule filter"
+    )]
+    Rounds(#[from] RoundsError),
+    /// A copy cannot be read.
+    #[error("cannot read the copy of disk {device}; this checkpoint is discarded")]
+    Copy {
+        /// The disk.
+        device: String,
+        /// Why not.
+        #[source]
+        source: std::io::Error,
+    },
     /// It cannot be read.
     #[error("cannot read disk {device}; this checkpoint is discarded")]
     Read {
@@ -164,7 +184,7 @@ impl DiskSnapshots {
             monitor.begin_snapshot(snapshot, file.as_fd())?;
             memory.push(file);
         }
-        expect_whole(&snapshots, monitor)?;
+        expect_whole(snapshots.iter().map(|snapshot| &snapshot.disk), monitor)?;
         // Before the pause, because another client may have it. After the nodes, which show whose it is.
         if monitor.has_other_exports()? {
             return Err(ServerError::Taken.into());
@@ -195,7 +215,10 @@ impl DiskSnapshots {
         for snapshot in &self.snapshots {
             monitor.forbid_resize(snapshot)?;
         }
-        expect_whole(&self.snapshots, monitor)?;
+        expect_whole(
+            self.snapshots.iter().map(|snapshot| &snapshot.disk),
+            monitor,
+        )?;
         let of_disks = self.snapshots.into_iter().zip(self.memory);
         let views = of_disks
             .zip(self.sockets)
@@ -210,8 +233,7 @@ impl DiskSnapshots {
                     Ok(client) => Ok(DiskView {
                         device,
                         bytes,
-                        client,
-                        memory,
+                        content: Content::Snapshot(Snapshot { client, memory }),
                         is_increment: written.is_some(),
                         bitmap: snapshot.next,
                     }),
@@ -222,9 +244,42 @@ impl DiskSnapshots {
     }
 }
 
-/// Makes sure that nothing was cut off from the disks since their ends were marked: a filter does not copy it.
-fn expect_whole(snapshots: &[DiskSnapshot], monitor: &mut Monitor) -> Result<(), DisksError> {
-    let disks = snapshots.iter().map(|snapshot| &snapshot.disk);
+/// Disks made ready for a pause.
+#[derive(Debug)]
+pub enum PreparedDisks {
+    /// There are none.
+    None,
+    /// With filters, which the pause puts in place.
+    Filters(DiskSnapshots),
+    /// Copied in rounds; the pause reads what is left.
+    Rounds(DiskRounds),
+}
+
+impl PreparedDisks {
+    /// Whether QEMU has something for them.
+    pub fn is_some(&self) -> bool {
+        !matches!(self, PreparedDisks::None)
+    }
+
+    /// The pause is over: the disks as they were in it.
+    ///
+    /// # Errors
+    /// QEMU refuses it.
+    pub fn open(self, monitor: &mut Monitor) -> Result<Vec<DiskView>, DisksError> {
+        match self {
+            PreparedDisks::None => Ok(Vec::new()),
+            PreparedDisks::Filters(snapshots) => snapshots.open(monitor),
+            PreparedDisks::Rounds(rounds) => rounds.end(monitor),
+        }
+    }
+}
+
+/// Makes sure that nothing was cut off from the disks since their ends were marked: a filter does not copy it, and a bitmap does
+/// not have it.
+fn expect_whole<'d>(
+    disks: impl Iterator<Item = &'d DiskDevice>,
+    monitor: &mut Monitor,
+) -> Result<(), DisksError> {
     match monitor.shortened(disks)? {
         Some(disk) => Err(DisksError::Shortened {
             device: disk.device.clone(),

@@ -6,7 +6,8 @@ use stillframe_nbd::{Client, Extent, NbdError};
 use stillframe_page::{PAGE, PAGE_BYTES};
 use stillframe_sys::memfd::Memfd;
 
-use super::DisksError;
+use super::copy::DiskCopy;
+use super::{DiskSchedule, DisksError};
 use crate::memory::{BlockShape, Page};
 
 /// The metadata context that says where a disk has data.
@@ -24,13 +25,28 @@ const BATCH_BYTES: usize = 8 << 20;
 pub struct DiskView {
     pub(super) device: String,
     pub(super) bytes: u64,
-    pub(super) client: Client,
-    /// What the guest has overwritten since.
-    pub(super) memory: Memfd,
+    pub(super) content: Content,
     /// It shows what was written since the last checkpoint, and nothing else.
     pub(super) is_increment: bool,
     /// The bitmap that began with it.
     pub(super) bitmap: String,
+}
+
+/// Where it is.
+#[derive(Debug)]
+pub(super) enum Content {
+    /// Behind a filter.
+    Snapshot(Snapshot),
+    /// In memory.
+    Copy(DiskCopy),
+}
+
+/// A disk behind a filter.
+#[derive(Debug)]
+pub(super) struct Snapshot {
+    pub(super) client: Client,
+    /// What the guest has overwritten since.
+    pub(super) memory: Memfd,
 }
 
 /// What was read of a disk.
@@ -79,14 +95,40 @@ impl DiskView {
         limit_bytes: u64,
         take: &mut dyn FnMut(&[Page<'_>]) -> Result<(), E>,
     ) -> Result<ReadDisk, E> {
-        let extents = self.client.extents(0, 0..self.bytes);
-        let extents = extents.map_err(|error| self.failed(error, limit_bytes))?;
-        let wanted: fn(u32) -> bool = match self.is_increment {
+        let (device, bytes) = (&*self.device, self.bytes);
+        match &mut self.content {
+            Content::Snapshot(snapshot) => {
+                snapshot.read((device, bytes), self.is_increment, limit_bytes, take)
+            }
+            Content::Copy(copy) => read_copy(device, copy, take),
+        }
+    }
+
+    /// How it was captured.
+    pub fn schedule(&self) -> DiskSchedule {
+        match self.content {
+            Content::Snapshot(_) => DiskSchedule::Filter,
+            Content::Copy(_) => DiskSchedule::Rounds,
+        }
+    }
+}
+
+impl Snapshot {
+    fn read<E: From<DisksError>>(
+        &mut self,
+        (device, bytes): (&str, u64),
+        is_increment: bool,
+        limit_bytes: u64,
+        take: &mut dyn FnMut(&[Page<'_>]) -> Result<(), E>,
+    ) -> Result<ReadDisk, E> {
+        let extents = self.client.extents(0, 0..bytes);
+        let extents = extents.map_err(|error| self.failed(device, error, limit_bytes))?;
+        let wanted: fn(u32) -> bool = match is_increment {
             true => |flags| flags & WRITTEN != 0,
             false => |flags| flags & ZERO == 0,
         };
-        let ranges = pages_of(&extents, wanted, self.bytes);
-        let (memory, device) = (&self.memory, &self.device);
+        let ranges = pages_of(&extents, wanted, bytes);
+        let memory = &self.memory;
         let mut watch = || {
             if memory.used_bytes()? > limit_bytes {
                 // Not a byte more: the view ends, and the guest's writes wait for nothing.
@@ -99,19 +141,41 @@ impl DiskView {
             Ok(bytes) => Ok(ReadDisk { bytes }),
             Err(Fault::Sink(error)) => Err(error),
             Err(Fault::Engine(error)) => Err(error.into()),
-            Err(Fault::Nbd(error)) => Err(self.failed(error, limit_bytes).into()),
+            Err(Fault::Nbd(error)) => Err(self.failed(device, error, limit_bytes).into()),
         }
     }
 
-    fn failed(&self, source: NbdError, limit_bytes: u64) -> DisksError {
+    fn failed(&self, device: &str, source: NbdError, limit_bytes: u64) -> DisksError {
         match self.memory.used_bytes() {
-            Ok(used) if used > limit_bytes => overwritten(&self.device, limit_bytes),
+            Ok(used) if used > limit_bytes => overwritten(device, limit_bytes),
             _ => DisksError::Read {
-                device: self.device.clone(),
+                device: device.to_owned(),
                 source,
             },
         }
     }
+}
+
+/// Hands over what was copied of a disk.
+fn read_copy<E: From<DisksError>>(
+    device: &str,
+    copy: &DiskCopy,
+    take: &mut dyn FnMut(&[Page<'_>]) -> Result<(), E>,
+) -> Result<ReadDisk, E> {
+    let mut batch = Batch::new(take);
+    let (mut read, mut bytes) = (0, Vec::new());
+    for piece in copy.pieces(BATCH_BYTES as u64) {
+        let start = piece.start;
+        let copied = copy.read(piece, &mut bytes);
+        copied.map_err(|source| DisksError::Copy {
+            device: device.to_owned(),
+            source,
+        })?;
+        read += bytes.len() as u64;
+        batch.add(start, &bytes)?;
+    }
+    batch.hand_over()?;
+    Ok(ReadDisk { bytes: read })
 }
 
 fn overwritten(device: &str, limit_bytes: u64) -> DisksError {

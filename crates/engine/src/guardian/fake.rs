@@ -87,6 +87,7 @@ impl Heard {
             },
             Request::Watch
             | Request::Stream
+            | Request::Hold
             | Request::Release
             | Request::TakingMemory { .. }
             | Request::MemoryGivenBack

@@ -288,6 +288,11 @@ impl Guardian {
         self.expect_ok(&Request::Stream, Some(pipe))
     }
 
+    /// Gives the guardian our end of the socket that holds QEMU in the next pause, too.
+    pub fn hold(&self, socket: BorrowedFd<'_>) -> Result<(), GuardianError> {
+        self.expect_ok(&Request::Hold, Some(socket))
+    }
+
     /// Must return before the VM is stopped; from here on the guardian will resume it.
     pub fn pausing(&self, limit: Duration, way_back: WayBack) -> Result<(), GuardianError> {
         let limit_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);

@@ -49,6 +49,8 @@ struct Watch {
     memory: Option<(u64, Instant)>,
     /// Descriptors that stay open until that is done, or another one is set.
     kept: Vec<OwnedFd>,
+    /// The socket that holds QEMU in a pause with disks.
+    hold: Option<OwnedFd>,
     /// The pipe that holds QEMU in a pause, and whether it is to be released.
     stream: Option<OwnedFd>,
     releasing: bool,
@@ -74,6 +76,7 @@ pub fn run() -> i32 {
         on_disconnect: OnDisconnect::Nothing,
         memory: None,
         kept: Vec::new(),
+        hold: None,
         stream: None,
         releasing: false,
     };
@@ -95,7 +98,7 @@ impl Watch {
             }
             Woken::PauseDue => {
                 // Until the engine says that the pause is over, also where QEMU begins to write later.
-                self.releasing = true;
+                self.release();
                 if let (Some(pause), Some(qmp)) = (&mut self.pause, &mut self.qmp) {
                     pause.look(qmp);
                 }
@@ -148,6 +151,7 @@ impl Watch {
         }
         let deadline = Instant::now() + limit;
         let in_the_middle = self.pause.is_some() || self.on_disconnect != OnDisconnect::Nothing;
+        self.let_go_of_hold();
         if let (Some(pause), Some(qmp)) = (self.pause.take(), &mut self.qmp) {
             let stream = self.stream.as_ref().map(AsFd::as_fd);
             qmp.resume_alone(pause.way_back(), stream, deadline);
@@ -222,16 +226,12 @@ impl Watch {
                 self.memory = None;
                 Reply::Ok
             }
-            Request::Watch => {
-                self.qmp = descriptors.pop().map(UnixStream::from).map(Connection::new);
-                Reply::Ok
-            }
-            Request::Stream => {
-                self.stream = descriptors.pop();
+            Request::Watch | Request::Stream | Request::Hold => {
+                self.keep(&request, descriptors.pop());
                 Reply::Ok
             }
             Request::Release => {
-                self.releasing = true;
+                self.release();
                 Reply::Ok
             }
             Request::Pausing { limit_ms, way_back } => {
@@ -241,6 +241,7 @@ impl Watch {
                 Reply::Ok
             }
             Request::Resumed => {
+                self.hold = None;
                 let pause = self.pause.take();
                 let fired = pause.is_some_and(|pause| pause.was_resumed());
                 self.releasing = false;
@@ -258,6 +259,17 @@ impl Watch {
             stay_in_memory();
         }
         Ok(true)
+    }
+
+    /// Takes the descriptor of a request.
+    fn keep(&mut self, request: &Request, descriptor: Option<OwnedFd>) {
+        match request {
+            Request::Watch => {
+                self.qmp = descriptor.map(UnixStream::from).map(Connection::new);
+            }
+            Request::Hold => self.hold = descriptor,
+            _ => self.stream = descriptor,
+        }
     }
 
     /// The record gets its name and the VM is resumed no more, in one step: this process can die before or after,
@@ -280,6 +292,20 @@ impl Watch {
             Err(errno) => Reply::Failed {
                 reason: errno.to_string(),
             },
+        }
+    }
+
+    /// QEMU is not to be held from here on, whatever it waits for, until a pause is over.
+    fn release(&mut self) {
+        self.let_go_of_hold();
+        self.releasing = true;
+    }
+
+    /// The engine may have it open still.
+    fn let_go_of_hold(&mut self) {
+        if let Some(hold) = self.hold.take() {
+            // It was shut down already.
+            let _ = rustix::net::shutdown(&hold, rustix::net::Shutdown::Both);
         }
     }
 
@@ -445,6 +471,7 @@ mod tests {
             on_disconnect: OnDisconnect::Nothing,
             memory: None,
             kept: Vec::new(),
+            hold: None,
             stream: None,
             releasing: false,
         }

@@ -6,6 +6,7 @@
 //!     Inject {pid, call, ..} -->      (ptrace)          <-- Injected + userfaultfd | Ok | Failed
 //!     Watch + QMP socket     -->                        <-- Ok
 //!     Stream + pipe          -->                        <-- Ok      the end that holds QEMU in a pause
+//!     Hold + socket          -->                        <-- Ok      what holds QEMU in the next pause, too
 //!     Pausing {limit_ms, ..} -->                        <-- Ok      then the engine stops the VM
 //!     Release                -->                        <-- Ok      QEMU is not to be held any longer
 //!     Resumed                -->                        <-- Pause {fired}
@@ -65,6 +66,8 @@ pub(super) enum Request {
     Watch,
     /// The pipe (descriptor with the message) that QEMU saves its device state into, and waits for.
     Stream,
+    /// The socket (descriptor with the message) that QEMU waits for in the next pause, before it saves its device state.
+    Hold,
     /// The engine is about to stop the VM.
     Pausing {
         /// The VM is resumed when this has passed without a `Resumed`.

@@ -42,6 +42,19 @@ pub fn runs(pages: &[u64]) -> Vec<Range<u64>> {
     runs
 }
 
+/// All pages of these, sorted and without overlap.
+pub fn union(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    ranges.sort_unstable_by_key(|range| range.start);
+    let mut joined: Vec<Range<u64>> = Vec::with_capacity(ranges.len());
+    for range in ranges {
+        match joined.last_mut() {
+            Some(last) if last.end >= range.start => last.end = last.end.max(range.end),
+            _ => joined.push(range),
+        }
+    }
+    joined
+}
+
 /// The pages of `from` that are not in `what`; both sorted.
 pub fn subtract(from: &[Range<u64>], what: &[Range<u64>]) -> Vec<Range<u64>> {
     let mut left = Vec::new();

@@ -7,12 +7,13 @@ use super::input::read_head;
 use super::{Export, Exports};
 use crate::error::NbdError;
 use crate::wire::{
-    BASE_ALLOCATION, CAN_MULTI_CONN, FIXED_NEWSTYLE, FLUSHES, Fields, HAS_FLAGS, INFO_BLOCK_SIZE,
-    INFO_EXPORT, NO_ZEROES, OPTION_ABORT, OPTION_BYTES, OPTION_EXPORT_NAME, OPTION_GO, OPTION_INFO,
-    OPTION_LIST, OPTION_LIST_META_CONTEXT, OPTION_MAGIC, OPTION_SET_META_CONTEXT,
-    OPTION_STRUCTURED_REPLY, READ_ONLY, REPLY_ACK, REPLY_ERROR_INVALID, REPLY_ERROR_UNKNOWN,
-    REPLY_ERROR_UNSUPPORTED, REPLY_INFO, REPLY_META_CONTEXT, REPLY_SERVER, REQUEST_BYTES_ALWAYS,
-    SERVER_MAGIC, TEXT_BYTES_MAX, decode_option, encode_option_reply, encode_text,
+    BASE_ALLOCATION, CAN_MULTI_CONN, CLIENT_FLAGS_BYTES, FIXED_NEWSTYLE, FLUSHES, Fields,
+    HAS_FLAGS, INFO_BLOCK_SIZE, INFO_EXPORT, NO_ZEROES, OPTION_ABORT, OPTION_BYTES,
+    OPTION_EXPORT_NAME, OPTION_GO, OPTION_INFO, OPTION_LIST, OPTION_LIST_META_CONTEXT,
+    OPTION_SET_META_CONTEXT, OPTION_STRUCTURED_REPLY, READ_ONLY, REPLY_ACK, REPLY_ERROR_INVALID,
+    REPLY_ERROR_UNKNOWN, REPLY_ERROR_UNSUPPORTED, REPLY_INFO, REPLY_META_CONTEXT, REPLY_SERVER,
+    REQUEST_BYTES_ALWAYS, TEXT_BYTES_MAX, decode_option, encode_option_reply, encode_text,
+    greeting,
 };
 
 /// Upper bound on the data of an option in bytes: a name, and some metadata contexts.
@@ -51,11 +52,8 @@ pub(crate) fn negotiate<'e>(
     stream: &mut (impl Read + Write),
     exports: &Exports<'e>,
 ) -> Result<Option<Session<'e>>, NbdError> {
-    let mut greeting = SERVER_MAGIC.to_be_bytes().to_vec();
-    greeting.extend(OPTION_MAGIC.to_be_bytes());
-    greeting.extend((FIXED_NEWSTYLE | NO_ZEROES).to_be_bytes());
-    stream.write_all(&greeting)?;
-    let mut flags = [0; 4];
+    stream.write_all(&greeting())?;
+    let mut flags = [0; CLIENT_FLAGS_BYTES];
     if !read_head(stream, &mut flags)? {
         return Ok(None);
     }

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::disks::DiskDevice;
-use super::{Monitor, MonitorError, STOP_LIMIT_SECONDS};
+use super::{Monitor, MonitorError, STOP_LIMIT_SECONDS, unexpected};
 use crate::qmp::QmpError;
 
 /// How the names of our bitmaps begin.
@@ -26,6 +26,11 @@ const GRANULARITY_BYTES: u64 = 4096;
 /// The same of disks that are longer than [`LONG_BYTES`].
 const GRANULARITY_BYTES_LONG: u64 = 65536;
 const LONG_BYTES: u64 = 256 << 30;
+
+/// The metadata context of a bitmap, for NBD clients.
+pub fn bitmap_context(bitmap: &str) -> String {
+    format!("qemu:dirty-bitmap:{bitmap}")
+}
 
 /// A bitmap of a disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -47,7 +52,7 @@ impl DiskBitmap {
         bitmaps.collect()
     }
 
-    fn named(&self) -> Value {
+    pub(super) fn named(&self) -> Value {
         json!({ "node": self.disk.node, "name": self.name })
     }
 
@@ -152,6 +157,20 @@ impl Monitor {
         self.transaction(vec![freezing(&bitmap.disk.node, &bitmap.name)])
     }
 
+    /// How much of these disks was written, as their bitmaps have it, in bytes.
+    ///
+    /// # Errors
+    /// QEMU fails the query, or does not have one of the bitmaps.
+    pub fn written_bytes(&mut self, bitmaps: &[DiskBitmap]) -> Result<u64, MonitorError> {
+        let there = self.bitmaps()?;
+        let bytes = bitmaps.iter().map(|bitmap| {
+            let found = there.iter().find(|one| one.is(bitmap));
+            let missing = || unexpected("query-named-block-nodes", format!("no {}", bitmap.name));
+            Ok(found.ok_or_else(missing)?.bytes)
+        });
+        bytes.sum()
+    }
+
     /// Adds what one bitmap of each disk has recorded to another: nothing that was written is lost.
     ///
     /// # Errors
@@ -184,27 +203,26 @@ impl Monitor {
     }
 
     /// The bitmaps that record what is written after a checkpoint, of disks that were not shortened since: an engine that has
-    /// ended left them to the next one.
+    /// ended left them to the next one. There are several of a disk where it was killed while a checkpoint began.
     ///
     /// # Errors
     /// QEMU fails the query.
     pub fn left_bitmaps(&mut self) -> Result<Vec<DiskBitmap>, MonitorError> {
         let bitmaps = self.bitmaps()?;
         let of_disk = |disk: DiskDevice| {
-            let is_whole = |one: &NamedBitmap| one.node == disk.node && one.is_whole_end();
-            if !bitmaps.iter().any(is_whole) {
-                return None;
-            }
-            let mut bitmaps = bitmaps.iter();
+            let of_disk = || bitmaps.iter().filter(|one| one.node == disk.node);
+            let is_whole = of_disk().any(NamedBitmap::is_whole_end);
             // One that is frozen has not all that was written.
-            let is_left = |one: &&NamedBitmap| {
-                one.node == disk.node && one.records && one.name.starts_with(SINCE)
-            };
-            let name = bitmaps.find(is_left)?.name.clone();
-            Some(DiskBitmap { disk, name })
+            let left =
+                of_disk().filter(|one| is_whole && one.records && one.name.starts_with(SINCE));
+            let left = left.map(|one| DiskBitmap {
+                disk: disk.clone(),
+                name: one.name.clone(),
+            });
+            left.collect::<Vec<_>>()
         };
         let disks = self.disk_devices()?.into_iter();
-        Ok(disks.filter_map(of_disk).collect())
+        Ok(disks.flat_map(of_disk).collect())
     }
 
     /// All bitmaps.

@@ -265,7 +265,9 @@ fn gather(
 /// Whether a node or an export is of a snapshot or a rewind: other nodes of ours begin alike.
 pub(super) fn is_of_snapshot(name: &str) -> bool {
     let kind = name.strip_prefix(SNAPSHOT_PREFIX);
-    let kinds = ["filter-", "memory-", "view-", "empty-", "keeper-", "image-"];
+    let kinds = [
+        "filter-", "memory-", "view-", "live-", "empty-", "keeper-", "image-",
+    ];
     kind.is_some_and(|kind| kinds.iter().any(|begin| kind.starts_with(begin)))
 }
 

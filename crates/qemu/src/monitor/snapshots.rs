@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::bitmaps::freezing;
+use super::bitmaps::{bitmap_context, freezing};
 use super::disks::{DiskDevice, Drive, SNAPSHOT_PREFIX as PREFIX, is_of_snapshot};
 use super::{Monitor, MonitorError, StateFile, unexpected};
 use crate::qmp::{QmpError, Ticket};
@@ -70,8 +70,7 @@ pub struct DiskSnapshot {
 impl DiskSnapshot {
     /// The metadata context of the view that shows what was written, if that is known.
     pub fn written(&self) -> Option<String> {
-        let since = self.since.as_ref()?;
-        Some(format!("qemu:dirty-bitmap:{since}"))
+        Some(bitmap_context(self.since.as_ref()?))
     }
 
     fn filter(&self) -> Value {
@@ -127,6 +126,8 @@ pub struct PauseTickets {
     pub saving: Ticket,
     /// Those before it: an error of one means that the disks are not of the moment of the pause.
     pub before: Vec<Ticket>,
+    /// The one that holds QEMU ([`Monitor::send_held_pause`]), which always fails in the end.
+    pub hold: Option<Ticket>,
     /// The VM resumed, if it was stopped.
     pub resuming: Option<Ticket>,
 }
@@ -174,13 +175,24 @@ impl Monitor {
         into: &StateFile,
         runs: bool,
     ) -> Result<PauseTickets, MonitorError> {
+        let filters = disks.iter();
+        let filters = filters
+            .map(|DiskSnapshot { number, disk, .. }| set_drive(&disk.path, &number.filter()));
+        self.send_pause(filters.collect(), into, runs)
+    }
+
+    /// Has QEMU stop the VM (`runs`), carry out commands, save the device state, and resume the VM.
+    pub(super) fn send_pause(
+        &mut self,
+        stopped: Vec<(&'static str, Value)>,
+        into: &StateFile,
+        runs: bool,
+    ) -> Result<PauseTickets, MonitorError> {
         let mut commands = Vec::new();
         if runs {
             commands.push(("stop", Value::Null));
         }
-        for DiskSnapshot { number, disk, .. } in disks {
-            commands.push(set_drive(&disk.path, &number.filter()));
-        }
+        commands.extend(stopped);
         let before = commands.len();
         commands.push(into.save());
         if runs {
@@ -195,6 +207,7 @@ impl Monitor {
         };
         Ok(PauseTickets {
             before,
+            hold: None,
             saving: next()?,
             resuming: runs.then(next).transpose()?,
         })
@@ -282,7 +295,7 @@ impl Monitor {
             named.cloned().collect::<Vec<_>>()
         };
         let filters = of_kind("filter");
-        for view in of_kind("view") {
+        for view in of_kind("view").into_iter().chain(of_kind("live")) {
             self.remove_node(&view)?;
         }
         if !filters.is_empty() {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::Args;
 use stillframe_engine::checkpoint::ScheduleChoice;
-use stillframe_engine::disks::{DiskChoice, DiskMode};
+use stillframe_engine::disks::{DiskChoice, DiskMode, DiskSchedule};
 use stillframe_repo::{Note, Tag};
 
 use super::{LockArgs, VmSelector};
@@ -44,6 +44,18 @@ impl FromStr for DiskArg {
     }
 }
 
+/// How disks are captured; `None`: the engine chooses.
+pub type DiskScheduleArg = std::option::Option<DiskSchedule>;
+
+fn parse_disk_schedule(name: &str) -> Result<Option<DiskSchedule>, String> {
+    match name {
+        "auto" => Ok(None),
+        "rounds" => Ok(Some(DiskSchedule::Rounds)),
+        "filter" => Ok(Some(DiskSchedule::Filter)),
+        _ => Err("expected auto, rounds or filter".to_owned()),
+    }
+}
+
 /// How checkpoints are taken; shared by `checkpoint` and `watch`.
 #[derive(Debug, Clone, Args)]
 pub struct CaptureArgs {
@@ -75,6 +87,10 @@ pub struct CaptureArgs {
     /// auto (capture where it is possible); DISK=WHAT says it of one disk; may be given several times [default: auto]
     #[arg(long, value_name = "[DISK=]WHAT", value_delimiter = ',')]
     pub disks: Vec<DiskArg>,
+    /// How disks are captured: filter (read after the pause; the guest's first write to a block waits until that is copied), rounds
+    /// (copied before the pause, and the rest in it; no write waits), or auto (rounds where little was written)
+    #[arg(long, value_name = "SCHEDULE", value_parser = parse_disk_schedule, default_value = "auto")]
+    pub disk_schedule: DiskScheduleArg,
     /// Have QEMU go on recording which blocks of the disks are written when this ends, so that the next checkpoint reads only
     /// these (dirty bitmaps, 32 KiB of QEMU's memory for 1 GiB of disk) [default: leave nothing in QEMU]
     #[arg(long)]
@@ -115,6 +131,7 @@ impl CaptureArgs {
     /// It says two things of one disk, or of all; they are named.
     pub fn disks(&self) -> Result<DiskChoice, String> {
         let mut choice = DiskChoice {
+            schedule: self.disk_schedule,
             keep_bitmaps: self.keep_bitmaps,
             ..DiskChoice::default()
         };

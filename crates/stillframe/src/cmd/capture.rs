@@ -3,8 +3,9 @@
 use stillframe_engine::attach::{AttachError, Vm};
 use stillframe_engine::balloon::BalloonReport;
 use stillframe_engine::checkpoint::{
-    CheckpointOptions, CheckpointReport, Plan, ScheduleChoice, ScheduleKind,
+    CheckpointOptions, CheckpointReport, Plan, ScheduleChoice, ScheduleKind, StoredDisk,
 };
+use stillframe_engine::disks::DiskSchedule;
 use stillframe_engine::pipeline::WorkControl;
 use stillframe_engine::{ProgressSink, Selector};
 use stillframe_repo::Tags;
@@ -272,15 +273,7 @@ fn words(report: &CheckpointReport) -> String {
             durations::human_us(balloon.operation_us)
         );
     }
-    for disk in &report.disks {
-        line += &format!(
-            ", disk {} of {} ({} read, {} stored)",
-            printable(&disk.device),
-            table::bytes(disk.bytes),
-            table::bytes(disk.bytes_read),
-            table::bytes(disk.bytes_stored)
-        );
-    }
+    line.extend(report.disks.iter().map(disk_words));
     if let Some(clock) = &report.clock {
         line += &clock_words(clock);
     }
@@ -301,6 +294,21 @@ fn words(report: &CheckpointReport) -> String {
         };
     }
     line
+}
+
+/// What a checkpoint has of a disk.
+fn disk_words(disk: &StoredDisk) -> String {
+    let how = match disk.schedule {
+        DiskSchedule::Rounds => "copied in rounds",
+        DiskSchedule::Filter => "read",
+    };
+    format!(
+        ", disk {} of {} ({} {how}, {} stored)",
+        printable(&disk.device),
+        table::bytes(disk.bytes),
+        table::bytes(disk.bytes_read),
+        table::bytes(disk.bytes_stored)
+    )
 }
 
 #[cfg(test)]
@@ -350,7 +358,7 @@ mod tests {
         let expected = DiskChoice {
             others: DiskMode::Capture,
             each: each.map(|(name, mode)| (name.to_owned(), mode)).into(),
-            keep_bitmaps: false,
+            ..DiskChoice::default()
         };
         assert_eq!(given(&line).unwrap().disks, expected);
         let kept = given(&["--keep-bitmaps".to_owned()]).unwrap();

@@ -10,6 +10,7 @@ mod compression;
 mod contents;
 mod copied_disks;
 mod cuts;
+mod disk_rounds;
 mod first_day;
 mod free_page_reporting;
 mod free_pages;

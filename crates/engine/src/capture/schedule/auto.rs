@@ -404,6 +404,7 @@ mod tests {
         let device_state = 1500;
         let downtime = DowntimeRecord {
             stop: 500,
+            disks: 0,
             scan: 300,
             copy: copied.pause / 2,
             device_state: beside.max(device_state),

@@ -1,0 +1,123 @@
+//! The content of disks that the guest goes on writing to, and what it wrote: read-only views of images, with dirty bitmaps that
+//! record on; and a pause in which QEMU is held while they are read.
+//!
+//! ```text
+//!   device ──> image <── view                      no filter: the guest's writes go straight to the image
+//!                └── bitmaps, shown beside the view while they record
+//! ```
+//!
+//! QEMU exports a bitmap that records only with a node that cannot be written to. So a view is a read-only node above the image.
+//!
+//! The hold: a command that opens an NBD export of ours, on a socket pair, and so waits for an answer that never comes. QEMU's main
+//! thread serves block requests meanwhile, and nothing else: no command of another client, no `cont`. It goes on when the socket
+//! is closed, by an engine that has read what it wants, or that died.
+//!
+//! Source: QEMU, `nbd_export_create` in nbd/server.c (what it demands of bitmaps), `nbd_open` in block/nbd.c,
+//! `qapi/block-core.json`.
+
+use std::os::fd::BorrowedFd;
+
+use serde_json::{Value, json};
+
+use super::bitmaps::DiskBitmap;
+use super::disks::{DiskDevice, SNAPSHOT_PREFIX as PREFIX};
+use super::snapshots::{EndCommands, PauseTickets, SnapshotNumber};
+use super::{Monitor, MonitorError, StateFile};
+
+/// QEMU's name for its end of the hold, and for the node that it never gets.
+const HOLD: &str = "stillframe-hold";
+
+impl SnapshotNumber {
+    fn live(self) -> String {
+        format!("{PREFIX}live-{}", self.0)
+    }
+
+    fn live_export(self, round: usize) -> String {
+        format!("{}-{round}", self.live())
+    }
+}
+
+impl EndCommands {
+    /// Those for live views of this number of disks. `serving`: QEMU's NBD server was started for them, and ends.
+    pub fn of_live_views(disks: usize, serving: bool) -> EndCommands {
+        let mut commands = EndCommands::of(&[], serving);
+        let nodes = (0..disks).map(|number| SnapshotNumber(number).live());
+        commands.first.extend(nodes.map(|node| {
+            let arguments = json!({ "node-name": node });
+            ("blockdev-del".to_owned(), arguments)
+        }));
+        commands
+    }
+}
+
+impl Monitor {
+    /// Makes a view of a disk. The device does not notice.
+    ///
+    /// # Errors
+    /// QEMU refuses it.
+    pub fn begin_live_view(
+        &mut self,
+        number: SnapshotNumber,
+        disk: &DiskDevice,
+    ) -> Result<(), MonitorError> {
+        let arguments = json!({
+            "driver": "raw", "read-only": true, "node-name": number.live(), "file": disk.node,
+        });
+        self.client.execute("blockdev-add", arguments)?;
+        Ok(())
+    }
+
+    /// Opens the view to NBD clients, with these bitmaps, and returns its name there. QEMU's server must run
+    /// ([`Monitor::start_exports`]). From here on QEMU refuses to make the disk longer or shorter.
+    ///
+    /// # Errors
+    /// QEMU refuses it.
+    pub fn export_live_view(
+        &mut self,
+        number: SnapshotNumber,
+        round: usize,
+        bitmaps: &[&DiskBitmap],
+    ) -> Result<String, MonitorError> {
+        let name = number.live_export(round);
+        let bitmaps: Vec<Value> = bitmaps.iter().map(|bitmap| bitmap.named()).collect();
+        let arguments = json!({
+            "type": "nbd", "id": name, "node-name": number.live(), "name": name,
+            "bitmaps": bitmaps,
+        });
+        self.client.execute("block-export-add", arguments)?;
+        Ok(name)
+    }
+
+    /// Gives QEMU its end of a hold, for [`Monitor::send_held_pause`]. The other end greets it as an NBD server does.
+    ///
+    /// # Errors
+    /// QEMU refuses it.
+    pub fn give_hold(&mut self, end: BorrowedFd<'_>) -> Result<(), MonitorError> {
+        self.give(HOLD, end)
+    }
+
+    /// Has QEMU stop the VM (`runs`), wait until its hold is closed, save the device state, and resume the VM. All of it is sent in
+    /// one piece, and carried out even if this process and all others that hold the connection die.
+    ///
+    /// # Errors
+    /// The connection fails.
+    pub fn send_held_pause(
+        &mut self,
+        into: &StateFile,
+        runs: bool,
+    ) -> Result<PauseTickets, MonitorError> {
+        let hold = json!({
+            "driver": "nbd", "node-name": HOLD, "export": "",
+            "server": { "type": "fd", "str": HOLD },
+        });
+        let mut tickets = self.send_pause(vec![("blockdev-add", hold)], into, runs)?;
+        tickets.hold = tickets.before.pop();
+        Ok(tickets)
+    }
+
+    /// Takes back QEMU's end of a hold that it did not come to. There is none if it did.
+    pub fn take_back_hold(&mut self) {
+        // It has none, mostly.
+        let _ = self.close_given(HOLD);
+    }
+}
