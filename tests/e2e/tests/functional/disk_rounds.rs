@@ -42,7 +42,9 @@ fn content(it: &Committing, id: &str) -> Result<(Vec<u8>, u64)> {
     it.stillframe
         .ok(&["export", id, "--disk", "journal", "-o", &to])?;
     let records = it.records_of_raw(&image)?;
-    Ok((fs::read(image)?, records))
+    let bytes = fs::read(&image)?;
+    fs::remove_file(image)?;
+    Ok((bytes, records))
 }
 
 /// How each checkpoint was taken, and what was read for it.
