@@ -7,7 +7,7 @@
 //!          read    ──> several reads in flight, delivered in the order of the ranges
 //!          writer  ──> several writes and ranges of zeros in flight, each confirmed
 //!   Server::serve ──> one connection: negotiation, then several reads and block status at a time
-//!   Hold          ──> a greeting, and no more: its client waits
+//!   Hold          ──> one client, which waits for what it reads until it is let go
 //! ```
 //!
 //! Of the protocol's ways the client has one: fixed newstyle negotiation, structured replies to reads, no TLS (the socket
@@ -22,7 +22,6 @@ mod error;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
-mod hold;
 mod negotiation;
 mod ranges;
 mod reads;
@@ -34,7 +33,6 @@ mod writes;
 
 pub use client::{Client, TakePiece};
 pub use error::NbdError;
-pub use hold::Hold;
 pub use ranges::Extent;
-pub use server::{Ended, Export, Server};
+pub use server::{Ended, Export, Hold, Server};
 pub use writes::Writer;

@@ -76,10 +76,10 @@ enum What {
         #[arg(long, default_value_t = 1)]
         seed: u64,
     },
-    /// `kill -9` of the engine, and of its guardian, while a checkpoint has its filters in QEMU.
+    /// `kill -9` of the engine, and of its guardian, while a checkpoint has its filters in QEMU, or copies disks in rounds.
     DiskKills {
-        /// How many, over all machines.
-        #[arg(long, default_value_t = 200)]
+        /// How many, over all machines; a third of them in rounds.
+        #[arg(long, default_value_t = 320)]
         kills: u64,
         /// Of the random moments.
         #[arg(long, default_value_t = 1)]

@@ -24,12 +24,9 @@
 //! A guest that is suspended to RAM is the exception: QEMU stops it and does not resume it. So `cont` is sent
 //! afterwards, by the guardian if need be.
 
-use std::io;
-use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use stillframe_fault::{self as fault, Point};
-use stillframe_nbd::Hold;
 use stillframe_qemu::device_state;
 use stillframe_qemu::monitor::{Monitor, MonitorError, RunState};
 use stillframe_qemu::qmp::{QmpError, Ticket};
@@ -197,10 +194,12 @@ impl Pause<'_> {
         self.state.prepare()?;
         // With disks, `cont` is one of the commands.
         let suspended = self.before.is_suspended() && !self.disks.is_some();
-        let hold = self.hold(monitor, guardian)?;
+        if let PreparedDisks::Rounds(rounds) = &self.disks {
+            guardian.hold(rounds.hold())?;
+        }
         let mut paused = PausedVm::held_by_state(monitor, guardian, self.limit, suspended)?;
         let begin = Instant::now();
-        let saved = self.stopped(paused.monitor(), &mut record, &own, hold);
+        let saved = self.stopped(paused.monitor(), &mut record, &own);
         let woken = match suspended {
             true => back_to_sleep(paused.monitor(), &mut record),
             false => Ok(()),
@@ -218,33 +217,18 @@ impl Pause<'_> {
         self.validated(monitor, saved, record)
     }
 
-    /// What holds QEMU while the rest of the disks is read, if they are copied in rounds. QEMU has the other end.
-    fn hold(&self, monitor: &mut Monitor, guardian: &Guardian) -> Result<Option<Hold>, PauseError> {
-        if !matches!(self.disks, PreparedDisks::Rounds(_)) {
-            return Ok(None);
-        }
-        let (hold, theirs) = Hold::pair().map_err(not_held)?;
-        monitor.give_hold(theirs.as_fd())?;
-        guardian.hold(hold.as_fd())?;
-        Ok(Some(hold))
-    }
-
     /// Has QEMU stop the VM, captures, lets QEMU continue.
     fn stopped(
         &mut self,
         monitor: &mut Monitor,
         record: &mut DowntimeRecord,
         own: &Processors,
-        hold: Option<Hold>,
     ) -> Result<Saved, PauseError> {
         let limit = self.limit + ANSWER_GRACE;
         fault::at(Point::PauseBeforeStop)?;
         let begin = Instant::now();
         let (saving, around) = self.send(monitor)?;
-        let rest = match (hold, &around) {
-            (Some(hold), Some(around)) => self.rest_of_disks(monitor, record, hold, around),
-            _ => Ok(()),
-        };
+        let rest = self.rest_of_disks(monitor, record, around.as_ref());
         self.state.await_stopped(monitor, &saving, limit)?;
         record.stop = us(begin) - record.disks;
         // From here on the vCPUs' processors are free, and QEMU's main thread has much to do.
@@ -257,9 +241,6 @@ impl Pause<'_> {
         record.wait += us(wait);
         if let Some(around) = around {
             around.wait(monitor, limit)?;
-        }
-        if let Err(PauseError::Rounds(_)) = &captured {
-            monitor.take_back_hold();
         }
         if !self.state_first {
             record.device_state = us(state_begin);
@@ -292,14 +273,14 @@ impl Pause<'_> {
         &mut self,
         monitor: &mut Monitor,
         record: &mut DowntimeRecord,
-        mut hold: Hold,
-        around: &Around,
+        around: Option<&Around>,
     ) -> Result<(), PauseError> {
-        let (PreparedDisks::Rounds(rounds), Some(held)) = (&mut self.disks, &around.hold) else {
+        let held = around.and_then(|around| around.hold.as_ref());
+        let (PreparedDisks::Rounds(rounds), Some(held)) = (&mut self.disks, held) else {
             return Ok(());
         };
         let deadline = Instant::now() + self.limit + ANSWER_GRACE;
-        while !hold.wait(LOOK).map_err(not_held)? {
+        while !rounds.is_held(LOOK)? {
             // It may refuse the command before it comes to the socket.
             if monitor.client().has_reply(held)? || Instant::now() > deadline {
                 return Err(RoundsError::NotHeld(None).into());
@@ -310,9 +291,9 @@ impl Pause<'_> {
             .map_err(PauseError::from)
             .and_then(|()| Ok(rounds.rest()?));
         // Until now: the guardian may have released it.
-        let released = hold.release().map_err(not_held);
+        let released = rounds.release();
         record.disks = us(begin);
-        read.and(released)
+        read.and(Ok(released?))
     }
 
     /// Scan and copy; the guest is stopped.
@@ -386,14 +367,10 @@ impl Pause<'_> {
     }
 }
 
-fn not_held(error: io::Error) -> PauseError {
-    RoundsError::NotHeld(Some(error)).into()
-}
-
 /// The commands before and behind the one that saves the device state.
 struct Around {
     before: Vec<Ticket>,
-    /// The last of those before, which fails in the end.
+    /// The last of those before, which waits for us.
     hold: Option<Ticket>,
     resuming: Option<Ticket>,
 }
@@ -419,10 +396,8 @@ impl Around {
         for reply in before {
             reply.map_err(PauseError::Disks)?;
         }
-        match held {
-            None | Some(Err(QmpError::Command { .. })) => {}
-            Some(Err(error)) => return Err(error.into()),
-            Some(Ok(_)) => return Err(RoundsError::NotHeld(None).into()),
+        if let Some(held) = held {
+            held.map_err(PauseError::Disks)?;
         }
         Ok(())
     }

@@ -20,9 +20,13 @@
 
 use std::io;
 use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::panic::resume_unwind;
+use std::thread;
 use std::time::{Duration, Instant};
 
-use stillframe_nbd::{Client, NbdError};
+use stillframe_nbd::{Client, Hold, NbdError};
 use stillframe_qemu::monitor::{
     DiskBitmap, DiskDevice, EndCommands, Monitor, SnapshotNumber, bitmap_context,
 };
@@ -50,6 +54,8 @@ const LEFT_TIME: Duration = Duration::from_micros(1500);
 const REST_BYTES_MAX: u64 = 4 << 20;
 /// How long QEMU may be silent in the pause: a storage that hangs is left to a filter.
 const REST_SILENCE_LIMIT: Duration = Duration::from_millis(200);
+/// How long QEMU may take to open the hold.
+const HOLD_LIMIT: Duration = Duration::from_secs(10);
 /// Metadata contexts of a round, by their number: what it copies, and what is written meanwhile.
 const COPIED: usize = 0;
 const MEANWHILE: usize = 1;
@@ -65,17 +71,19 @@ pub enum RoundsError {
         /// What is left.
         left_kib: u64,
     },
-    /// It does not fit into the copy buffer.
-    #[error("{mib} MiB of disk {device} are to be copied, more than half of the --copy-buffer")]
+    /// It does not fit into the copy buffer, or into the pause.
+    #[error("{mib} MiB of disk {device} are to be copied at once, more than {limit_mib} MiB")]
     TooMuch {
         /// The disk.
         device: String,
         /// What is to be copied.
         mib: u64,
+        /// What is, at most.
+        limit_mib: u64,
     },
     /// QEMU is not held.
     #[error("QEMU did not wait while the rest of its disks was to be read")]
-    NotHeld(#[source] Option<io::Error>),
+    NotHeld(#[source] Option<NbdError>),
     /// It cannot be read.
     #[error("cannot read disk {device}")]
     Read {
@@ -96,11 +104,15 @@ pub enum RoundsError {
     },
 }
 
+/// Tells the guardian what to take away if this process dies.
+type Announce<'a> = &'a dyn Fn(EndCommands) -> Result<(), GuardianError>;
+
 /// Copies of all disks of a VM, of the moment of a pause when that is over.
 #[derive(Debug)]
 pub struct DiskRounds {
     disks: Vec<LiveDisk>,
     server: Server,
+    hold: Hold,
     /// The bitmaps of each round. Those of the first ones record.
     bitmaps: Vec<Vec<DiskBitmap>>,
     /// Rounds that have begun.
@@ -128,13 +140,26 @@ impl DiskRounds {
     /// whether QEMU's NBD server runs for it.
     ///
     /// # Errors
-    /// QEMU refuses it. Views may be left ([`Monitor::end_snapshots`]).
+    /// QEMU refuses it, and has nothing of it.
     pub(super) fn begin(
         bitmaps: Vec<Vec<DiskBitmap>>,
         disks: &[DiskDevice],
         limit_bytes: u64,
         monitor: &mut Monitor,
-        announce: &dyn Fn(EndCommands) -> Result<(), GuardianError>,
+        announce: Announce<'_>,
+    ) -> Result<DiskRounds, DisksError> {
+        DiskRounds::of(bitmaps, disks, limit_bytes, monitor, announce).inspect_err(|_| {
+            // The error that led here is the one to report. The server, if one runs, is another client's.
+            let _ = monitor.end_snapshots(false);
+        })
+    }
+
+    fn of(
+        bitmaps: Vec<Vec<DiskBitmap>>,
+        disks: &[DiskDevice],
+        limit_bytes: u64,
+        monitor: &mut Monitor,
+        announce: Announce<'_>,
     ) -> Result<DiskRounds, DisksError> {
         let commands = |serving| EndCommands::of_live_views(disks.len(), serving);
         announce(commands(false))?;
@@ -149,6 +174,7 @@ impl DiskRounds {
                 copy: DiskCopy::new(disk.bytes)?,
             });
         }
+        let hold = begin_hold(monitor)?;
         expect_whole(disks.iter(), monitor)?;
         if monitor.has_other_exports()? {
             return Err(ServerError::Taken.into());
@@ -160,6 +186,7 @@ impl DiskRounds {
         }
         Ok(DiskRounds {
             server: server?,
+            hold,
             disks: live,
             bitmaps,
             begun: 0,
@@ -206,6 +233,29 @@ impl DiskRounds {
         &self.bitmaps[self.begun.saturating_sub(1)]
     }
 
+    /// The socket of the hold, which releases QEMU when it is shut down.
+    pub fn hold(&self) -> BorrowedFd<'_> {
+        self.hold.as_fd()
+    }
+
+    /// Whether QEMU is held, or is so within `limit`.
+    ///
+    /// # Errors
+    /// It will not be.
+    pub fn is_held(&mut self, limit: Duration) -> Result<bool, RoundsError> {
+        let held = self.hold.wait(limit);
+        held.map_err(|error| RoundsError::NotHeld(Some(error)))
+    }
+
+    /// QEMU goes on.
+    ///
+    /// # Errors
+    /// It went on before.
+    pub fn release(&mut self) -> Result<(), RoundsError> {
+        let released = self.hold.release();
+        released.map_err(|error| RoundsError::NotHeld(Some(error)))
+    }
+
     /// Reads what is left. The guest stands still, and QEMU is held.
     ///
     /// # Errors
@@ -241,6 +291,7 @@ impl DiskRounds {
         });
         // QEMU waits for open connections.
         let views = views.collect();
+        drop(self.hold);
         monitor.end_snapshots(true)?;
         Ok(views)
     }
@@ -297,6 +348,24 @@ impl DiskRounds {
     }
 }
 
+/// Has QEMU open a hold.
+fn begin_hold(monitor: &mut Monitor) -> Result<Hold, DisksError> {
+    let (ours, theirs) = UnixStream::pair().map_err(ServerError::Socket)?;
+    let opened = thread::scope(|scope| {
+        // It talks to QEMU while that carries out the command.
+        let serving = thread::Builder::new()
+            .name("hold".to_owned())
+            .spawn_scoped(scope, || Hold::open(ours, HOLD_LIMIT))
+            .map_err(ServerError::Socket)?;
+        let begun = monitor.begin_hold(theirs.as_fd(), Hold::EXPORT);
+        drop(theirs);
+        let opened = serving.join().unwrap_or_else(|panic| resume_unwind(panic));
+        begun?;
+        Ok::<_, DisksError>(opened)
+    })?;
+    Ok(opened.map_err(|error| RoundsError::NotHeld(Some(error)))?)
+}
+
 impl LiveDisk {
     fn failed(&self, source: NbdError) -> RoundsError {
         RoundsError::Read {
@@ -332,6 +401,7 @@ impl LiveDisk {
             return Err(RoundsError::TooMuch {
                 device: self.disk.device.clone(),
                 mib: bytes >> 20,
+                limit_mib: limit_bytes >> 20,
             });
         }
         let (copy, device) = (&mut self.copy, &self.disk.device);

@@ -11,6 +11,7 @@
 
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
+mod hold;
 mod input;
 mod negotiation;
 mod replies;
@@ -31,6 +32,7 @@ use std::time::{Duration, Instant};
 use crate::error::NbdError;
 use crate::ranges::{Extent, pieces};
 use crate::wire::EIO;
+pub use hold::Hold;
 use input::Deadline;
 use negotiation::{Session, negotiate};
 use replies::{Replies, ranges};

@@ -36,7 +36,7 @@ const EXTENTS_MAX: usize = 4096;
 
 /// What the server does with a request.
 #[derive(Debug, PartialEq, Eq)]
-enum Action {
+pub(super) enum Action {
     /// Replies when the export has replied.
     Query(Query),
     /// Replies that it is done.
@@ -99,7 +99,7 @@ fn skip_payload(input: &mut impl BufRead, request: &Request) -> Result<(), NbdEr
 }
 
 /// Decides what is done with a request.
-fn action(session: &Session<'_>, request: &Request) -> Action {
+pub(super) fn action(session: &Session<'_>, request: &Request) -> Action {
     let refuse = |error, why| Action::Refuse { error, why };
     let Some(command) = Command::of(request.command) else {
         return refuse(EINVAL, "there is no such command");

@@ -8,11 +8,11 @@
 //!
 //! QEMU exports a bitmap that records only with a node that cannot be written to. So a view is a read-only node above the image.
 //!
-//! The hold: a command that opens an NBD export of ours, on a socket pair, and so waits for an answer that never comes. QEMU's main
-//! thread serves block requests meanwhile, and nothing else: no command of another client, no `cont`. It goes on when the socket
-//! is closed, by an engine that has read what it wants, or that died.
+//! The hold: QEMU reads from an NBD export of ours, on a socket pair, and so waits for a reply. Its main thread serves block
+//! requests meanwhile, and nothing else: no command of another client, no `cont`. It goes on with the reply, or when the socket is
+//! closed, by an engine that died.
 //!
-//! Source: QEMU, `nbd_export_create` in nbd/server.c (what it demands of bitmaps), `nbd_open` in block/nbd.c,
+//! Source: QEMU, `nbd_export_create` in nbd/server.c (what it demands of bitmaps), `hmp_qemu_io` in block/monitor/block-hmp-cmds.c,
 //! `qapi/block-core.json`.
 
 use std::os::fd::BorrowedFd;
@@ -24,8 +24,8 @@ use super::disks::{DiskDevice, SNAPSHOT_PREFIX as PREFIX};
 use super::snapshots::{EndCommands, PauseTickets, SnapshotNumber};
 use super::{Monitor, MonitorError, StateFile};
 
-/// QEMU's name for its end of the hold, and for the node that it never gets.
-const HOLD: &str = "stillframe-hold";
+/// The node that holds QEMU when it is read, and QEMU's name for its end of the socket. A name of a live view, which it goes with.
+const HOLD: &str = "stillframe-live-hold";
 
 impl SnapshotNumber {
     fn live(self) -> String {
@@ -42,6 +42,7 @@ impl EndCommands {
     pub fn of_live_views(disks: usize, serving: bool) -> EndCommands {
         let mut commands = EndCommands::of(&[], serving);
         let nodes = (0..disks).map(|number| SnapshotNumber(number).live());
+        let nodes = nodes.chain([HOLD.to_owned()]);
         commands.first.extend(nodes.map(|node| {
             let arguments = json!({ "node-name": node });
             ("blockdev-del".to_owned(), arguments)
@@ -88,16 +89,28 @@ impl Monitor {
         Ok(name)
     }
 
-    /// Gives QEMU its end of a hold, for [`Monitor::send_held_pause`]. The other end greets it as an NBD server does.
+    /// Has QEMU open `export` on its end of a socket pair, of which the other end serves NBD and keeps readers waiting: the hold
+    /// of [`Monitor::send_held_pause`].
     ///
     /// # Errors
-    /// QEMU refuses it.
-    pub fn give_hold(&mut self, end: BorrowedFd<'_>) -> Result<(), MonitorError> {
-        self.give(HOLD, end)
+    /// QEMU refuses it. The node may be left ([`Monitor::end_snapshots`]).
+    pub fn begin_hold(&mut self, end: BorrowedFd<'_>, export: &str) -> Result<(), MonitorError> {
+        self.give(HOLD, end)?;
+        let arguments = json!({
+            "driver": "nbd", "read-only": true, "node-name": HOLD, "export": export,
+            "server": { "type": "fd", "str": HOLD },
+        });
+        let opened = self.client.execute("blockdev-add", arguments);
+        if opened.is_err() {
+            // It has it still if it refused the command for another reason.
+            let _ = self.close_given(HOLD);
+        }
+        opened?;
+        Ok(())
     }
 
-    /// Has QEMU stop the VM (`runs`), wait until its hold is closed, save the device state, and resume the VM. All of it is sent in
-    /// one piece, and carried out even if this process and all others that hold the connection die.
+    /// Has QEMU stop the VM (`runs`), wait for its hold, save the device state, and resume the VM. All of it is sent in one piece,
+    /// and carried out even if this process and all others that hold the connection die.
     ///
     /// # Errors
     /// The connection fails.
@@ -106,18 +119,10 @@ impl Monitor {
         into: &StateFile,
         runs: bool,
     ) -> Result<PauseTickets, MonitorError> {
-        let hold = json!({
-            "driver": "nbd", "node-name": HOLD, "export": "",
-            "server": { "type": "fd", "str": HOLD },
-        });
-        let mut tickets = self.send_pause(vec![("blockdev-add", hold)], into, runs)?;
+        let line = format!("qemu-io {HOLD} \"read 0 512\"");
+        let wait = json!({ "command-line": line });
+        let mut tickets = self.send_pause(vec![("human-monitor-command", wait)], into, runs)?;
         tickets.hold = tickets.before.pop();
         Ok(tickets)
-    }
-
-    /// Takes back QEMU's end of a hold that it did not come to. There is none if it did.
-    pub fn take_back_hold(&mut self) {
-        // It has none, mostly.
-        let _ = self.close_given(HOLD);
     }
 }

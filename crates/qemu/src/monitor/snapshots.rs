@@ -126,7 +126,7 @@ pub struct PauseTickets {
     pub saving: Ticket,
     /// Those before it: an error of one means that the disks are not of the moment of the pause.
     pub before: Vec<Ticket>,
-    /// The one that holds QEMU ([`Monitor::send_held_pause`]), which always fails in the end.
+    /// The one that holds QEMU ([`Monitor::send_held_pause`]).
     pub hold: Option<Ticket>,
     /// The VM resumed, if it was stopped.
     pub resuming: Option<Ticket>,

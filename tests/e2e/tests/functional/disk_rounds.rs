@@ -190,6 +190,39 @@ fn an_engine_that_dies_while_qemu_is_held_leaves_a_running_guest() -> Result<()>
     Ok(())
 }
 
+/// Another client's NBD server is left alone, also where it has no exports yet.
+#[test]
+fn rounds_leave_the_nbd_server_of_another_client() -> Result<()> {
+    let it = Committing::journal("rounds-served", "raw")?;
+    let pid = it.guest.pid_text();
+    let mut monitor = it.guest.second_monitor()?;
+    let path = it.guest.folder().join("nbd").display().to_string();
+    let address = json!({ "type": "unix", "data": { "path": path } });
+    monitor.execute("nbd-server-start", json!({ "addr": address }))?;
+    let line = ["checkpoint", "--pid", &pid, "--disks", "capture"];
+    let line = [&line[..], &["--disk-schedule", "rounds"]].concat();
+    let said = it.stillframe.fails(&line, 1)?;
+    ensure!(said.contains("NBD server"), "{said}");
+    expect_no_copy(&mut monitor)?;
+    // It still runs.
+    monitor.execute("nbd-server-stop", json!({}))?;
+    expect_unharmed(&it, &mut monitor)
+}
+
+/// An error costs that checkpoint; a host that is slow costs time.
+#[test]
+fn a_fault_while_qemu_is_held_costs_only_that() -> Result<()> {
+    let it = Committing::journal("rounds-faults", "raw")?;
+    for (fault, gives_up) in [("pause.held:error:2", true), ("pause.held:slow:2", false)] {
+        let ended = watch(&it, "rounds", 3, Some(fault))?.end()?;
+        ensure!(ended.code == Some(0), "{ended:?}");
+        let gave_up = ended.err.contains("no checkpoint this time");
+        ensure!(gave_up == gives_up, "{fault}: {ended:?}");
+        expect_unharmed(&it, &mut it.guest.second_monitor()?)?;
+    }
+    Ok(())
+}
+
 /// An engine that hangs in the pause loses it at its limit, and gives the checkpoint up.
 #[test]
 fn the_guardian_lets_qemu_go_at_the_limit() -> Result<()> {
