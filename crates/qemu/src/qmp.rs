@@ -330,9 +330,24 @@ impl Client {
         &mut self,
         commands: Vec<(&'static str, Value)>,
     ) -> Result<Vec<Ticket>, QmpError> {
+        self.keep_connection()?;
+        self.send_kept(commands)
+    }
+
+    /// The first half of [`Client::send_surviving`], which takes a round trip: QEMU has the connection.
+    pub(crate) fn keep_connection(&mut self) -> Result<(), QmpError> {
         let keep = json!({ "fdname": HELD_CONNECTION });
         let connection = self.socket.as_fd().try_clone_to_owned()?;
-        self.execute_with_fd("getfd", keep.clone(), connection.as_fd())?;
+        self.execute_with_fd("getfd", keep, connection.as_fd())?;
+        Ok(())
+    }
+
+    /// The second half: sends the commands, after which QEMU gives the connection up.
+    pub(crate) fn send_kept(
+        &mut self,
+        commands: Vec<(&'static str, Value)>,
+    ) -> Result<Vec<Ticket>, QmpError> {
+        let keep = json!({ "fdname": HELD_CONNECTION });
         let mut tickets = Vec::with_capacity(commands.len());
         let mut lines = Vec::new();
         for (command, arguments) in commands {

@@ -198,6 +198,9 @@ impl Pause<'_> {
             guardian.hold(rounds.hold())?;
         }
         let mut paused = PausedVm::held_by_state(monitor, guardian, self.limit, suspended)?;
+        if self.disks.is_some() {
+            paused.monitor().prepare_pause()?;
+        }
         let begin = Instant::now();
         let saved = self.stopped(paused.monitor(), &mut record, &own);
         let woken = match suspended {
@@ -210,7 +213,11 @@ impl Pause<'_> {
             paused.release()?;
         }
         let injected = fault::at(Point::PauseAfterCont);
-        paused.resumed()?;
+        let resumed = paused.resumed();
+        if saved.is_err() && self.disks.is_some() {
+            monitor.forget_pause();
+        }
+        resumed?;
         injected?;
         let saved = saved?;
         woken?;

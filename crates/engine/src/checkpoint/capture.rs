@@ -70,6 +70,8 @@ pub struct Captured {
     pub(crate) balloon: Option<BalloonReport>,
     /// The disks as they were, if they are stored, too. QEMU keeps them until this capture is settled.
     pub(crate) disks: Mutex<Vec<DiskView>>,
+    /// Memory that copies of them take, in bytes.
+    pub(crate) disk_bytes: u64,
     /// Whether QEMU has snapshots for it. Captures without may be in flight beside it.
     pub(crate) has_snapshots: bool,
     /// Those that cannot be, although the choice was left to the engine.
@@ -81,9 +83,10 @@ pub struct Captured {
 }
 
 impl Captured {
-    /// Memory that its pages take, and the image to compare them with, in bytes.
+    /// Memory that its pages take, those of disks, and the image to compare them with, in bytes.
     pub fn bytes(&self) -> u64 {
-        self.staging.pages() * PAGE_BYTES + self.image.as_ref().map_or(0, Image::bytes)
+        let image = self.image.as_ref().map_or(0, Image::bytes);
+        self.staging.pages() * PAGE_BYTES + self.disk_bytes + image
     }
 }
 
@@ -191,6 +194,7 @@ impl Vm {
             free_pages: options.free_pages.then(|| self.free_pages.report()),
             balloon: None,
             disks: Mutex::default(),
+            disk_bytes: 0,
             has_snapshots: false,
             disks_left_out: Vec::new(),
             disk_limit: options.copy_buffer_bytes,
@@ -312,7 +316,9 @@ impl Vm {
             schedule.give_up(&self.tracker);
             return Err(error);
         }
-        captured.disks = Mutex::new(disks.open(&mut self.monitor)?);
+        let views = disks.open(&mut self.monitor)?;
+        captured.disk_bytes = views.iter().map(DiskView::copied_bytes).sum();
+        captured.disks = Mutex::new(views);
         let resumed_at = Instant::now();
         schedule.after(&mut work(&mut self.tracker, &mut self.bursts, captured))?;
         captured.copying += us(resumed_at);

@@ -42,6 +42,7 @@ fn capture(memory: &FakeMemory, written: &[Range<u64>]) -> Captured {
         instead_of: None,
         plan: None,
         staging,
+        disk_bytes: 0,
         record: vm_record("vm", std::slice::from_ref(&memory.ram)),
         blocks: vec![BlockShape {
             name: RAM.to_owned(),

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 
 use stillframe_sys::memfd::{Access, Memfd, MemfdError};
 
-use crate::memory::ranges::union;
+use crate::memory::ranges::{length, union};
 
 /// What was copied of a disk.
 #[derive(Debug)]
@@ -43,6 +43,11 @@ impl DiskCopy {
             _ => self.ranges.push(offset..end),
         }
         Ok(())
+    }
+
+    /// How much was copied.
+    pub fn bytes(&self) -> u64 {
+        length(&union(self.ranges.clone()))
     }
 
     /// What was copied: ascending pieces of at most this number of bytes.

@@ -27,6 +27,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use stillframe_nbd::{Client, Hold, NbdError};
+use stillframe_page::PAGE_BYTES;
 use stillframe_qemu::monitor::{
     DiskBitmap, DiskDevice, EndCommands, Monitor, SnapshotNumber, bitmap_context,
 };
@@ -54,6 +55,8 @@ const LEFT_TIME: Duration = Duration::from_micros(1500);
 const REST_BYTES_MAX: u64 = 4 << 20;
 /// How long QEMU may be silent in the pause: a storage that hangs is left to a filter.
 const REST_SILENCE_LIMIT: Duration = Duration::from_millis(200);
+/// Reads of one connection that QEMU carries out at once (`MAX_NBD_REQUESTS` of its nbd/server.c).
+const READS_AT_ONCE: u64 = 16;
 /// How long QEMU may take to open the hold.
 const HOLD_LIMIT: Duration = Duration::from_secs(10);
 /// Metadata contexts of a round, by their number: what it copies, and what is written meanwhile.
@@ -119,10 +122,10 @@ pub struct DiskRounds {
     begun: usize,
     /// The copies show what was written since the last checkpoint, and nothing else.
     is_increment: bool,
-    /// Of all copies.
+    /// Of what one round copies.
     limit_bytes: u64,
     /// What the last round copied, and how long that took.
-    speed: (u64, Duration),
+    last: (u64, Duration),
 }
 
 /// A disk that the guest writes to, and its copy.
@@ -192,7 +195,7 @@ impl DiskRounds {
             begun: 0,
             is_increment: false,
             limit_bytes,
-            speed: (0, Duration::ZERO),
+            last: (0, Duration::ZERO),
         })
     }
 
@@ -322,10 +325,10 @@ impl DiskRounds {
                 false => |flags| flags & WRITTEN != 0,
             };
             let begin = Instant::now();
-            bytes += live.copy(COPIED, wanted, self.limit_bytes)?;
+            bytes += live.copy(COPIED, wanted, self.limit_bytes - bytes)?;
             took += begin.elapsed();
         }
-        self.speed = (bytes, took);
+        self.last = (bytes, took);
         Ok(())
     }
 
@@ -339,13 +342,16 @@ impl DiskRounds {
         Ok(left)
     }
 
-    /// How long reading this would take as the last round did.
+    /// How long reading this would take at the speed of the last round.
     fn time_for(&self, bytes: u64) -> Duration {
-        match self.speed {
-            (0, _) => Duration::ZERO,
-            (copied, took) => took.mul_f64(bytes as f64 / copied as f64),
-        }
+        let (copied, took) = self.last;
+        took.mul_f64(batches(bytes) as f64 / batches(copied).max(1) as f64)
     }
+}
+
+/// Reads that QEMU carries out one after the other if none of these pages are neighbours.
+fn batches(bytes: u64) -> u64 {
+    bytes.div_ceil(PAGE_BYTES * READS_AT_ONCE)
 }
 
 /// Has QEMU open a hold.
@@ -431,5 +437,16 @@ enum Fault {
 impl From<NbdError> for Fault {
     fn from(error: NbdError) -> Fault {
         Fault::Read(error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_are_read_sixteen_at_once() {
+        let of_pages = |pages: u64| batches(pages * PAGE_BYTES);
+        assert_eq!([0, 1, 16, 17, 64].map(of_pages), [0, 1, 1, 2, 4]);
     }
 }

@@ -104,6 +104,14 @@ impl DiskView {
         }
     }
 
+    /// Memory that it takes for certain, in bytes.
+    pub fn copied_bytes(&self) -> u64 {
+        match &self.content {
+            Content::Snapshot(_) => 0,
+            Content::Copy(copy) => copy.bytes(),
+        }
+    }
+
     /// How it was captured.
     pub fn schedule(&self) -> DiskSchedule {
         match self.content {

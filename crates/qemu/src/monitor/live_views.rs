@@ -110,7 +110,8 @@ impl Monitor {
     }
 
     /// Has QEMU stop the VM (`runs`), wait for its hold, save the device state, and resume the VM. All of it is sent in one piece,
-    /// and carried out even if this process and all others that hold the connection die.
+    /// and carried out even if this process and all others that hold the connection die. To be prepared
+    /// ([`Monitor::prepare_pause`]).
     ///
     /// # Errors
     /// The connection fails.

@@ -25,7 +25,7 @@ use serde_json::{Value, json};
 use super::bitmaps::{bitmap_context, freezing};
 use super::disks::{DiskDevice, Drive, SNAPSHOT_PREFIX as PREFIX, is_of_snapshot};
 use super::{Monitor, MonitorError, StateFile, unexpected};
-use crate::qmp::{QmpError, Ticket};
+use crate::qmp::{HELD_CONNECTION, QmpError, Ticket};
 
 /// Seconds after which a copy that does not end gives the view up, so that the guest's write can end.
 const COPY_LIMIT_S: u32 = 10;
@@ -165,7 +165,23 @@ impl Monitor {
         Ok(())
     }
 
-    /// Has QEMU stop the VM (`runs`), put the filters below the devices, save the device state, and resume the VM. All of it is sent in one piece, and carried out even if this process and all others that hold the connection die.
+    /// Makes ready for [`Monitor::send_pause_with_disks`] or [`Monitor::send_held_pause`], which does not wait for QEMU then.
+    ///
+    /// # Errors
+    /// The connection fails.
+    pub fn prepare_pause(&mut self) -> Result<(), MonitorError> {
+        Ok(self.client.keep_connection()?)
+    }
+
+    /// A pause that was prepared does not come.
+    pub fn forget_pause(&mut self) {
+        // There is nothing to take back if it came.
+        let _ = self.close_given(HELD_CONNECTION);
+    }
+
+    /// Has QEMU stop the VM (`runs`), put the filters below the devices, save the device state, and resume the VM. All of it is
+    /// sent in one piece, and carried out even if this process and all others that hold the connection die. To be prepared
+    /// ([`Monitor::prepare_pause`]).
     ///
     /// # Errors
     /// The connection fails.
@@ -198,7 +214,7 @@ impl Monitor {
         if runs {
             commands.push(("cont", Value::Null));
         }
-        let mut tickets = self.client.send_surviving(commands)?.into_iter();
+        let mut tickets = self.client.send_kept(commands)?.into_iter();
         let before = tickets.by_ref().take(before).collect();
         let mut next = || {
             tickets
