@@ -39,6 +39,8 @@ points! {
     AttachProtected = "attach.protected",
     /// The balloon is inflated; the guest does not have its memory again yet.
     BalloonInflated = "balloon.inflated",
+    /// Disks are copied in rounds: a round has copied what was written before it.
+    DisksRound = "disks.round",
     /// The guardian expects a pause, and `stop` is not sent yet.
     PauseBeforeStop = "pause.before-stop",
     /// The guest is stopped, and QEMU is held; what is left of the disks is not read yet.

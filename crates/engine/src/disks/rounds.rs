@@ -26,10 +26,11 @@ use std::panic::resume_unwind;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use stillframe_fault::{self as fault, Point};
 use stillframe_nbd::{Client, Hold, NbdError};
 use stillframe_page::PAGE_BYTES;
 use stillframe_qemu::monitor::{
-    DiskBitmap, DiskDevice, EndCommands, Monitor, SnapshotNumber, bitmap_context,
+    DiskBitmap, DiskDevice, EndCommands, Monitor, MonitorError, SnapshotNumber, bitmap_context,
 };
 use thiserror::Error;
 
@@ -87,6 +88,12 @@ pub enum RoundsError {
     /// QEMU is not held.
     #[error("QEMU did not wait while the rest of its disks was to be read")]
     NotHeld(#[source] Option<NbdError>),
+    /// QEMU refuses a step.
+    #[error("QEMU does not show what the guest writes to its disks")]
+    Monitor(#[from] MonitorError),
+    /// No connection.
+    #[error("cannot read the VM's disks")]
+    Server(#[from] ServerError),
     /// It cannot be read.
     #[error("cannot read disk {device}")]
     Read {
@@ -96,6 +103,9 @@ pub enum RoundsError {
         #[source]
         source: NbdError,
     },
+    /// A fault that a test injected.
+    #[error("a round failed")]
+    Injected(#[source] io::Error),
     /// Memory is short.
     #[error("cannot keep a copy of disk {device}")]
     Keep {
@@ -209,7 +219,7 @@ impl DiskRounds {
         monitor: &mut Monitor,
     ) -> Result<(), DisksError> {
         self.is_increment = since.is_some();
-        self.round(since, monitor)
+        Ok(self.round(since, monitor)?)
     }
 
     /// Further rounds, until little enough is left for the pause. To be called right before it.
@@ -304,7 +314,7 @@ impl DiskRounds {
         &mut self,
         copied: Option<&[DiskBitmap]>,
         monitor: &mut Monitor,
-    ) -> Result<(), DisksError> {
+    ) -> Result<(), RoundsError> {
         let round = self.begun;
         let next = &self.bitmaps[round];
         monitor.add_bitmaps(next)?;
@@ -312,6 +322,11 @@ impl DiskRounds {
         let mut bytes = 0;
         let mut took = Duration::ZERO;
         for (at, live) in self.disks.iter_mut().enumerate() {
+            if let Some(last) = live.client.take() {
+                // A bitmap is in one export at a time.
+                drop(last);
+                monitor.end_live_export(live.number, round - 1)?;
+            }
             let copied = copied.map(|copied| &copied[at]);
             let shown: Vec<&DiskBitmap> = copied.into_iter().chain([&next[at]]).collect();
             let name = monitor.export_live_view(live.number, round, &shown)?;
@@ -329,11 +344,12 @@ impl DiskRounds {
             took += begin.elapsed();
         }
         self.last = (bytes, took);
+        fault::at(Point::DisksRound).map_err(RoundsError::Injected)?;
         Ok(())
     }
 
     /// What the guest has written since the last round began, in bytes.
-    fn left(&mut self) -> Result<u64, DisksError> {
+    fn left(&mut self) -> Result<u64, RoundsError> {
         let mut left = 0;
         for live in &mut self.disks {
             let ranges = live.ranges(MEANWHILE, |flags| flags & WRITTEN != 0)?;

@@ -16,13 +16,18 @@
 //! `qapi/block-core.json`.
 
 use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
 use super::bitmaps::DiskBitmap;
 use super::disks::{DiskDevice, SNAPSHOT_PREFIX as PREFIX};
 use super::snapshots::{EndCommands, PauseTickets, SnapshotNumber};
-use super::{Monitor, MonitorError, StateFile};
+use super::{Monitor, MonitorError, StateFile, unexpected};
+
+/// How long an export may take to close, once its client has left.
+const END_LIMIT: Duration = Duration::from_secs(10);
+const LOOK_AGAIN: Duration = Duration::from_micros(200);
 
 /// The node that holds QEMU when it is read, and QEMU's name for its end of the socket. A name of a live view, which it goes with.
 const HOLD: &str = "stillframe-live-hold";
@@ -87,6 +92,29 @@ impl Monitor {
         });
         self.client.execute("block-export-add", arguments)?;
         Ok(name)
+    }
+
+    /// Ends an export of a view, which no client has open, and waits until it is gone.
+    ///
+    /// # Errors
+    /// QEMU refuses it, or does not end it.
+    pub fn end_live_export(
+        &mut self,
+        number: SnapshotNumber,
+        round: usize,
+    ) -> Result<(), MonitorError> {
+        let name = number.live_export(round);
+        let arguments = json!({ "id": name, "mode": "hard" });
+        self.client.execute("block-export-del", arguments)?;
+        let deadline = Instant::now() + END_LIMIT;
+        while self.exports()?.contains(&name) {
+            if Instant::now() > deadline {
+                let left = format!("{name} is not closed");
+                return Err(unexpected("query-block-exports", left));
+            }
+            std::thread::sleep(LOOK_AGAIN);
+        }
+        Ok(())
     }
 
     /// Has QEMU open `export` on its end of a socket pair, of which the other end serves NBD and keeps readers waiting: the hold

@@ -213,7 +213,11 @@ fn rounds_leave_the_nbd_server_of_another_client() -> Result<()> {
 #[test]
 fn a_fault_while_qemu_is_held_costs_only_that() -> Result<()> {
     let it = Committing::journal("rounds-faults", "raw")?;
-    for (fault, gives_up) in [("pause.held:error:2", true), ("pause.held:slow:2", false)] {
+    for (fault, gives_up) in [
+        ("disks.round:error:2", true),
+        ("pause.held:error:2", true),
+        ("pause.held:slow:2", false),
+    ] {
         let ended = watch(&it, "rounds", 3, Some(fault))?.end()?;
         ensure!(ended.code == Some(0), "{ended:?}");
         let gave_up = ended.err.contains("no checkpoint this time");
@@ -221,6 +225,29 @@ fn a_fault_while_qemu_is_held_costs_only_that() -> Result<()> {
         expect_unharmed(&it, &mut it.guest.second_monitor()?)?;
     }
     Ok(())
+}
+
+/// Written while the first round copies: a second one follows. The engine is stopped when the first has begun, and has its disk.
+#[test]
+fn what_is_written_in_a_round_is_copied_by_the_next() -> Result<()> {
+    let it = Committing::journal("rounds-more", "qcow2")?;
+    let engine = watch(&it, "rounds", 3, Some("disks.round:stop:2"))?;
+    let mut monitor = it.guest.second_monitor()?;
+    let drives = monitor.execute("query-block", json!({}))?;
+    let device = drives[0]["qdev"].as_str().context("no device")?;
+    // What is there already, as if the guest wrote it.
+    let said = monitor.human(&format!("qemu-io -d {device} \"write -P 0x5a 50M 8M\""))?;
+    ensure!(said.trim().is_empty(), "{said}");
+    engine.signal("CONT")?;
+    let ended = engine.end()?;
+    let ways = taken(&ended)?;
+    ensure!(ended.code == Some(0) && ways.len() == 3, "{ended:?}");
+    ensure!(ways.iter().all(|(way, _)| way == "rounds"), "{ended:?}");
+    ensure!(ways[1].1 >= 8 << 20, "{ways:?}");
+    for report in ended.results()? {
+        content(&it, report["checkpoint"].as_str().context("no id")?)?;
+    }
+    expect_no_copy(&mut monitor)
 }
 
 /// An engine that hangs in the pause loses it at its limit, and gives the checkpoint up.
