@@ -39,7 +39,7 @@ use crate::capture::downtime::{DowntimeRecord, us};
 use crate::capture::paused_vm::{PausedError, PausedVm};
 use crate::capture::schedule::{Schedule, ScheduleError, Work};
 use crate::capture::staging::StagingError;
-use crate::disks::{PreparedDisks, RoundsError};
+use crate::disks::{DiskRounds, PreparedDisks, RoundsError};
 use crate::guardian::{Guardian, GuardianError};
 use crate::placement;
 use crate::tracking::error::TrackerError;
@@ -286,21 +286,18 @@ impl Pause<'_> {
         let (PreparedDisks::Rounds(rounds), Some(held)) = (&mut self.disks, held) else {
             return Ok(());
         };
-        let deadline = Instant::now() + self.limit + ANSWER_GRACE;
-        while !rounds.is_held(LOOK)? {
-            // It may refuse the command before it comes to the socket.
-            if monitor.client().has_reply(held)? || Instant::now() > deadline {
-                return Err(RoundsError::NotHeld(None).into());
-            }
-        }
-        let begin = Instant::now();
-        let read = fault::at(Point::PauseHeld)
-            .map_err(PauseError::from)
-            .and_then(|()| Ok(rounds.rest()?));
-        // Until now: the guardian may have released it.
-        let released = rounds.release();
-        record.disks = us(begin);
-        read.and(Ok(released?))
+        let limit = self.limit + ANSWER_GRACE;
+        let read = await_held(rounds, monitor, held, limit).and_then(|()| {
+            let begin = Instant::now();
+            fault::at(Point::PauseHeld)?;
+            rounds.rest()?;
+            // An error if the guardian has released it before.
+            rounds.release()?;
+            record.disks = us(begin);
+            Ok(())
+        });
+        // Also where QEMU has not come to it yet.
+        read.inspect_err(|_| rounds.let_go())
     }
 
     /// Scan and copy; the guest is stopped.
@@ -372,6 +369,23 @@ impl Pause<'_> {
             running,
         })
     }
+}
+
+/// Waits until QEMU, which was sent this command, is held.
+fn await_held(
+    rounds: &mut DiskRounds,
+    monitor: &mut Monitor,
+    held: &Ticket,
+    limit: Duration,
+) -> Result<(), PauseError> {
+    let deadline = Instant::now() + limit;
+    while !rounds.is_held(LOOK)? {
+        // It may refuse the command before it comes to the socket.
+        if monitor.client().has_reply(held)? || Instant::now() > deadline {
+            return Err(RoundsError::NotHeld(None).into());
+        }
+    }
+    Ok(())
 }
 
 /// The commands before and behind the one that saves the device state.

@@ -269,6 +269,11 @@ impl DiskRounds {
         released.map_err(|error| RoundsError::NotHeld(Some(error)))
     }
 
+    /// QEMU is held no more, whether it has come to the hold or not.
+    pub fn let_go(&mut self) {
+        self.hold.shut_down();
+    }
+
     /// Reads what is left. The guest stands still, and QEMU is held.
     ///
     /// # Errors

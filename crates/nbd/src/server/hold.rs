@@ -119,6 +119,12 @@ impl Hold {
         Ok(sent?)
     }
 
+    /// Lets the client go, and has its reads fail from here on.
+    pub fn shut_down(&self) {
+        // It was shut down before, or the client has left.
+        let _ = self.socket.shutdown(Shutdown::Both);
+    }
+
     fn replies(&self) -> Replies<&UnixStream> {
         Replies::new(&self.socket, self.session.structured)
     }
@@ -133,8 +139,7 @@ impl std::fmt::Debug for Hold {
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        // It was shut down before.
-        let _ = self.socket.shutdown(Shutdown::Both);
+        self.shut_down();
     }
 }
 

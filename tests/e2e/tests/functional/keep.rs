@@ -17,7 +17,7 @@ fn ids(list: &Value) -> Vec<&str> {
 fn forgetting_and_pruning_free_space_and_nothing_else() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let stillframe = Stillframe::init(&folder.path().join("repo"))?;
-    let mut setup = Setup::small(Kind::Private, "kept");
+    let mut setup = Setup::small(Kind::Private, "kept-by-rule");
     // All of little memory, over and over.
     setup.workload = Workload {
         mib: 2,
@@ -31,7 +31,7 @@ fn forgetting_and_pruning_free_space_and_nothing_else() -> Result<()> {
     stillframe.ok(&[
         "watch",
         "--vm",
-        "kept",
+        "kept-by-rule",
         "--every",
         "400ms",
         "--count",
