@@ -268,6 +268,42 @@ fn the_guardian_lets_qemu_go_at_the_limit() -> Result<()> {
     expect_unharmed(&it, &mut it.guest.second_monitor()?)
 }
 
+/// Written after the last round, and before the pause: it is read in the pause, of raw and of qcow2.
+#[test]
+fn what_is_written_after_the_last_round_is_read_in_the_pause() -> Result<()> {
+    const AT: usize = 50 << 20;
+    const BYTES: usize = 1 << 20;
+    for format in ["raw", "qcow2"] {
+        let it = Committing::journal(&format!("rounds-rest-{format}"), format)?;
+        let engine = watch(&it, "rounds", 2, Some("pause.before-stop:stop:2"))?;
+        let mut monitor = it.guest.second_monitor()?;
+        let drives = monitor.execute("query-block", json!({}))?;
+        let device = drives[0]["qdev"].as_str().context("no device")?;
+        let said = monitor.human(&format!("qemu-io -d {device} \"write -P 3 {AT} {BYTES}\""))?;
+        ensure!(said.trim().is_empty(), "{said}");
+        engine.signal("CONT")?;
+        let ended = engine.end()?;
+        let ways = taken(&ended)?;
+        ensure!(ended.code == Some(0) && ways.len() == 2, "{ended:?}");
+        ensure!(
+            ways[1].0 == "rounds" && ways[1].1 >= BYTES as u64,
+            "{ways:?}"
+        );
+        let image = it.guest.folder().join("rest.img");
+        let to = image.display().to_string();
+        let line = ["export", "latest", "--disk", "journal", "-o", &to];
+        it.stillframe.ok(&line)?;
+        let found = fs::read(&image)?;
+        let is_there = found[AT..AT + BYTES].iter().all(|&byte| byte == 3);
+        ensure!(
+            is_there,
+            "{format}: what was written is not in the checkpoint"
+        );
+        expect_no_copy(&mut monitor)?;
+    }
+    Ok(())
+}
+
 /// Written after the last round, and before the pause: too much to be read in it. A filter takes over, and nothing is lost.
 #[test]
 fn a_burst_before_the_pause_is_left_to_a_filter() -> Result<()> {
