@@ -113,6 +113,14 @@ pub enum DisksError {
         /// The limit.
         limit_mib: u64,
     },
+    /// Another client gave the device another image.
+    #[error(
+        "disk {device} got another image while a checkpoint began, by a snapshot or a block job of another client; this checkpoint is discarded"
+    )]
+    Exchanged {
+        /// The disk.
+        device: String,
+    },
     /// It was made shorter while a checkpoint began.
     #[error(
         "disk {device} was made shorter while a checkpoint began; this checkpoint is discarded"

@@ -292,8 +292,9 @@ impl DiskRounds {
     /// Takes the views away from QEMU. The copies are of the moment of the pause.
     ///
     /// # Errors
-    /// QEMU refuses it.
+    /// QEMU refuses it, or a device has another image by now.
     pub fn end(self, monitor: &mut Monitor) -> Result<Vec<DiskView>, DisksError> {
+        let disks: Vec<DiskDevice> = self.disks.iter().map(|live| live.disk.clone()).collect();
         let next = self.bitmaps.into_iter().nth(self.begun.saturating_sub(1));
         let mut next = next.unwrap_or_default().into_iter();
         let is_increment = self.is_increment;
@@ -311,7 +312,12 @@ impl DiskRounds {
         let views = views.collect();
         drop(self.hold);
         monitor.end_snapshots(true)?;
-        Ok(views)
+        // What is written to another image is in no bitmap of this one.
+        let now = monitor.disk_devices()?;
+        match disks.into_iter().find(|disk| !now.contains(disk)) {
+            Some(DiskDevice { device, .. }) => Err(DisksError::Exchanged { device }),
+            None => Ok(views),
+        }
     }
 
     /// Begins to record in the next bitmaps, and copies what these have recorded, or all.

@@ -47,6 +47,15 @@ fn content(it: &Committing, id: &str) -> Result<(Vec<u8>, u64)> {
     Ok((bytes, records))
 }
 
+/// Writes to the disk as if the guest did.
+fn write(monitor: &mut Qmp, what: &str) -> Result<()> {
+    let drives = monitor.execute("query-block", json!({}))?;
+    let device = drives[0]["qdev"].as_str().context("no device")?;
+    let said = monitor.human(&format!("qemu-io -d {device} \"write {what}\""))?;
+    ensure!(said.trim().is_empty(), "{said}");
+    Ok(())
+}
+
 /// How each checkpoint was taken, and what was read for it.
 fn taken(ended: &Ended) -> Result<Vec<(String, u64)>> {
     let of = |report: &Value| {
@@ -233,11 +242,8 @@ fn what_is_written_in_a_round_is_copied_by_the_next() -> Result<()> {
     let it = Committing::journal("rounds-more", "qcow2")?;
     let engine = watch(&it, "rounds", 3, Some("disks.round:stop:2"))?;
     let mut monitor = it.guest.second_monitor()?;
-    let drives = monitor.execute("query-block", json!({}))?;
-    let device = drives[0]["qdev"].as_str().context("no device")?;
-    // What is there already, as if the guest wrote it.
-    let said = monitor.human(&format!("qemu-io -d {device} \"write -P 0x5a 50M 8M\""))?;
-    ensure!(said.trim().is_empty(), "{said}");
+    // What is there already.
+    write(&mut monitor, "-P 0x5a 50M 8M")?;
     engine.signal("CONT")?;
     let ended = engine.end()?;
     let ways = taken(&ended)?;
@@ -277,10 +283,7 @@ fn what_is_written_after_the_last_round_is_read_in_the_pause() -> Result<()> {
         let it = Committing::journal(&format!("rounds-rest-{format}"), format)?;
         let engine = watch(&it, "rounds", 2, Some("pause.before-stop:stop:2"))?;
         let mut monitor = it.guest.second_monitor()?;
-        let drives = monitor.execute("query-block", json!({}))?;
-        let device = drives[0]["qdev"].as_str().context("no device")?;
-        let said = monitor.human(&format!("qemu-io -d {device} \"write -P 3 {AT} {BYTES}\""))?;
-        ensure!(said.trim().is_empty(), "{said}");
+        write(&mut monitor, &format!("-P 3 {AT} {BYTES}"))?;
         engine.signal("CONT")?;
         let ended = engine.end()?;
         let ways = taken(&ended)?;
@@ -311,11 +314,8 @@ fn a_burst_before_the_pause_is_left_to_a_filter() -> Result<()> {
         let it = Committing::journal(&format!("rounds-burst-{schedule}"), "raw")?;
         let engine = watch(&it, schedule, 2, Some("pause.before-stop:stop:2"))?;
         let mut monitor = it.guest.second_monitor()?;
-        let drives = monitor.execute("query-block", json!({}))?;
-        let device = drives[0]["qdev"].as_str().context("no device")?;
-        // What is there already, as if the guest wrote it.
-        let said = monitor.human(&format!("qemu-io -d {device} \"write -P 0x5a 50M 8M\""))?;
-        ensure!(said.trim().is_empty(), "{said}");
+        // What is there already.
+        write(&mut monitor, "-P 0x5a 50M 8M")?;
         engine.signal("CONT")?;
         let ended = engine.end()?;
         let ways = taken(&ended)?;
@@ -333,4 +333,25 @@ fn a_burst_before_the_pause_is_left_to_a_filter() -> Result<()> {
         expect_no_copy(&mut monitor)?;
     }
     Ok(())
+}
+
+/// A manager puts an overlay over the image after the last round: what is written to that is in no bitmap. The checkpoint is
+/// given up, and the next one has all.
+#[test]
+fn an_overlay_of_another_client_costs_only_that_checkpoint() -> Result<()> {
+    let it = Committing::journal("rounds-overlay", "raw")?;
+    let engine = watch(&it, "rounds", 2, Some("pause.before-stop:stop:2"))?;
+    let mut monitor = it.guest.second_monitor()?;
+    let overlay = it.guest.folder().join("overlay.qcow2");
+    let overlay = json!({ "device": "journal", "snapshot-file": overlay, "format": "qcow2" });
+    monitor.execute("blockdev-snapshot-sync", overlay)?;
+    write(&mut monitor, "-P 0x5a 50M 1M")?;
+    engine.signal("CONT")?;
+    let ended = engine.end()?;
+    let ways = taken(&ended)?;
+    ensure!(ended.code == Some(0) && ways.len() == 2, "{ended:?}");
+    ensure!(ended.err.contains("got another image"), "{ended:?}");
+    ensure!(ways[1].1 >= 16 << 20, "{ways:?}");
+    content(&it, "latest")?;
+    expect_no_copy(&mut monitor)
 }
