@@ -172,7 +172,8 @@ pub struct CheckpointReport {
 /// How long the steps of one checkpoint took, in microseconds; the pause has its own record
 /// ([`DowntimeRecord`]). `encode` and `write` are times of the thread that hands pages over: hashing,
 /// comparing and making deltas run on several threads within `encode`, compressing and encrypting on
-/// other threads in parallel with both.
+/// other threads in parallel with both. Pages that are streamed are hashed beside all of it: `encode` has the mean of
+/// these threads.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct Phases {
     /// Copying while the guest ran.
@@ -272,6 +273,9 @@ pub enum CheckpointError {
     /// The record could not be written as JSON.
     #[error("cannot encode the VM's record")]
     Encode(#[source] serde_json::Error),
+    /// No thread.
+    #[error("cannot start a thread")]
+    Thread(#[source] std::io::Error),
 }
 
 impl From<ScheduleError> for CheckpointError {
@@ -288,6 +292,7 @@ impl<E: Into<CheckpointError>> From<StreamingError<E>> for CheckpointError {
         match error {
             StreamingError::Tracker(error) => error.into(),
             StreamingError::Block(error) => error.into(),
+            StreamingError::Thread(error) => CheckpointError::Thread(error),
             StreamingError::Sink(error) => error.into(),
         }
     }
@@ -338,7 +343,8 @@ impl CheckpointError {
             },
             CheckpointError::State(error) => matches!(error, StateError::Monitor(_)),
             CheckpointError::Disks(error) => matches!(error, DisksError::Monitor(_)),
-            CheckpointError::Repo(_)
+            CheckpointError::Thread(_)
+            | CheckpointError::Repo(_)
             | CheckpointError::DisksLeft(_)
             | CheckpointError::Migrating { .. }
             | CheckpointError::MigratedAway

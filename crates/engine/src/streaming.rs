@@ -1,24 +1,24 @@
 //! Streaming pre-copy, into any sink. Pages leave while the guest runs, a batch at a time, until the remaining
 //! pages are few enough for the pause or no longer get fewer.
 
-use std::ops::Range;
+mod read_ahead;
 
-use stillframe_page::PAGE_BYTES;
+use stillframe_page::hash::ContentHasher;
 use stillframe_qemu::monitor::Monitor;
 use stillframe_sys::process::Process;
 use thiserror::Error;
 
 use crate::attach::Vm;
 use crate::capture::convergence::Convergence;
+use crate::encoding::page_encoder::EncodedPages;
 use crate::memory::Page;
-use crate::memory::block::{BlockError, Guest};
-use crate::memory::page_buffer::PageBuffer;
-use crate::memory::ranges::{length, split, subtract_all};
-use crate::placement::WhereIdle;
-use crate::sink::page_stream::BATCH_PAGES;
+use crate::memory::block::{Block, BlockError};
+use crate::memory::ranges::subtract_all;
 use crate::tracking::error::TrackerError;
 use crate::tracking::tracker::{Collected, Tracker};
 use crate::{Progress, ProgressSink};
+
+use self::read_ahead::read_ahead;
 
 /// The pages of an iteration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,14 +38,17 @@ pub(crate) enum StreamingError<E> {
     /// Reading memory failed.
     #[error("cannot read the VM's memory")]
     Block(#[from] BlockError),
+    /// No thread.
+    #[error("cannot start a thread")]
+    Thread(#[source] std::io::Error),
     /// The sink failed.
     #[error(transparent)]
     Sink(E),
 }
 
-/// Takes a batch of ascending pages of one block, given by its number.
-pub(crate) type TakeBatch<'t, E> =
-    &'t mut dyn FnMut(Iteration, usize, &[Page<'_>]) -> Result<(), E>;
+/// Takes a batch of ascending pages of one block, given by its number, and what they are stored as.
+pub(crate) type TakePages<'t, E> =
+    &'t mut dyn FnMut(Iteration, usize, &[Page<'_>], EncodedPages) -> Result<(), E>;
 
 /// The parts of a VM that its pages are streamed from.
 pub(crate) struct Streaming<'v> {
@@ -61,7 +64,8 @@ impl Vm {
         &mut self,
         first: Iteration,
         convergence: Convergence,
-        take: TakeBatch<'_, E>,
+        hasher: &ContentHasher,
+        take: TakePages<'_, E>,
         progress: ProgressSink<'_>,
     ) -> Result<u64, StreamingError<E>> {
         let mut streaming = Streaming {
@@ -73,7 +77,7 @@ impl Vm {
         let (mut streamed, mut iteration) = (0, first);
         // The pages written during an iteration may be too many again; as long as they get fewer, iterate.
         for done in 0.. {
-            let pages = streaming.iterate(iteration, &wanted, take, progress)?;
+            let pages = streaming.iterate(iteration, &wanted, hasher, take, progress)?;
             streamed += pages;
             iteration = Iteration::Written;
             wanted = streaming.wanted(iteration)?;
@@ -121,71 +125,29 @@ impl Streaming<'_> {
         self.tracker.collect_running()?.drained(self.monitor)
     }
 
-    /// One iteration, a batch at a time, so that memory stays bounded however large the guest is. Returns how many
-    /// pages that were.
+    /// One iteration, a batch at a time. Returns how many pages that were.
     fn iterate<E>(
         &mut self,
         iteration: Iteration,
         wanted: &Collected,
-        take: TakeBatch<'_, E>,
+        hasher: &ContentHasher,
+        take: TakePages<'_, E>,
         progress: ProgressSink<'_>,
     ) -> Result<u64, StreamingError<E>> {
-        let mut placement = WhereIdle::confined(self.process);
         if iteration == Iteration::Written {
             self.tracker.streamed(wanted);
         }
         let total = wanted.pages();
         let mut done = 0;
-        let mut buffer = PageBuffer::new(BATCH_PAGES);
-        for (index, tracked) in self.tracker.blocks().iter().enumerate() {
-            let read = batches(&wanted.written[index]).into_iter();
-            let zero = batches(&wanted.discarded[index]).into_iter();
-            for (batch, is_zero) in read
-                .map(|batch| (batch, false))
-                .chain(zero.map(|batch| (batch, true)))
-            {
-                placement.look();
-                let bytes = &mut buffer[..(length(&batch) * PAGE_BYTES) as usize];
-                match is_zero {
-                    true => bytes.fill(0),
-                    false => {
-                        let into = &mut split(bytes, &batch);
-                        tracked.block.read(Guest::Running, into, &batch)?;
-                    }
-                }
-                let numbers = batch.iter().flat_map(Clone::clone);
-                let contents = numbers.zip(bytes.as_chunks().0);
-                let pages = contents.map(|(number, bytes)| Page { number, bytes });
-                let pages: Vec<Page<'_>> = pages.collect();
-                take(iteration, index, &pages).map_err(StreamingError::Sink)?;
-                done += pages.len() as u64;
-                progress(Progress::FullPass { done, total });
-            }
-        }
+        let blocks = self.tracker.blocks().iter();
+        let blocks: Vec<&Block> = blocks.map(|tracked| &*tracked.block).collect();
+        let parts = (&blocks[..], wanted);
+        read_ahead(self.process, parts, hasher, &mut |block, pages, encoded| {
+            take(iteration, block, pages, encoded)?;
+            done += pages.len() as u64;
+            progress(Progress::FullPass { done, total });
+            Ok(())
+        })?;
         Ok(done)
     }
-}
-
-/// Cuts ranges into batches of at most [`BATCH_PAGES`] pages.
-pub(crate) fn batches(ranges: &[Range<u64>]) -> Vec<Vec<Range<u64>>> {
-    let mut all = Vec::new();
-    let mut batch: Vec<Range<u64>> = Vec::new();
-    let mut room = BATCH_PAGES as u64;
-    for range in ranges {
-        let mut next = range.start;
-        while next < range.end {
-            let end = range.end.min(next + room);
-            batch.push(next..end);
-            room -= end - next;
-            next = end;
-            if room == 0 {
-                all.push(std::mem::take(&mut batch));
-                room = BATCH_PAGES as u64;
-            }
-        }
-    }
-    if !batch.is_empty() {
-        all.push(batch);
-    }
-    all
 }

@@ -94,14 +94,16 @@ impl Vm {
         if options.free_pages {
             self.find_free_pages(first)?;
         }
-        let mut take = |iteration, block, pages: &[Page<'_>]| {
-            checkpoints.put(transaction, block, pages)?;
+        let hasher = transaction.sink.writer.hasher().clone();
+        let mut take = |iteration, block, pages: &[Page<'_>], encoded| {
+            let Transaction { sink, stream, .. } = transaction;
+            stream.put_encoded(sink, block, pages, encoded)?;
             checkpoints.note(iteration, block, pages);
             Ok::<(), RepoError>(())
         };
-        let streamed = self.stream(first, convergence, &mut take, progress)?;
+        let streamed = self.stream(first, convergence, &hasher, &mut take, progress)?;
         let copying = us(begin);
-        let mut captured = self.capture_kept(&transaction.sink.writer.hasher().clone(), options)?;
+        let mut captured = self.capture_kept(&hasher, options)?;
         captured.copying += copying;
         captured.balloon = balloon;
         captured.copied.full_pass = streamed;

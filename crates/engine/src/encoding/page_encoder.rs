@@ -1,7 +1,7 @@
 //! The page encoder: several threads decide how each captured page is stored.
 
-use std::num::NonZero;
 use std::thread;
+use std::time::{Duration, Instant};
 
 use stillframe_page::delta::{Added, DeltaEncoder, EncodedDelta};
 use stillframe_page::difference::difference;
@@ -60,6 +60,8 @@ pub struct EncodedPages {
     pub ids: Vec<ContentId>,
     /// The changes, in the order of the pages.
     pub deltas: Vec<EncodedDelta>,
+    /// The time it took.
+    pub took: Duration,
 }
 
 /// Encodes pages; keeps the state of each worker.
@@ -101,6 +103,7 @@ impl PageEncoder {
         block: usize,
         pages: &[Page<'_>],
     ) -> Result<EncodedPages, EncodingError> {
+        let begin = Instant::now();
         let share = share_of(pages.len(), self.threads_max);
         let shares = pages.chunks(share);
         while self.workers.len() < shares.len() {
@@ -122,6 +125,7 @@ impl PageEncoder {
                 all.ids.extend(encoded.ids);
                 all.deltas.extend(encoded.deltas);
             }
+            all.took = begin.elapsed();
             Ok(all)
         })
     }
@@ -130,36 +134,58 @@ impl PageEncoder {
 /// Pages for each thread.
 fn share_of(pages: usize, threads_max: usize) -> usize {
     let threads = match threads_max {
-        // Files of control groups are read for the answer.
-        2.. => thread::available_parallelism().map_or(1, NonZero::get),
+        2.. => threads().min(threads_max),
         _ => 1,
     };
-    let threads = threads.min(threads_max);
     pages.div_ceil(threads).max(SHARE_PAGES_MIN)
+}
+
+/// Threads that are worth their start where there is enough to do. Files of control groups are read for the answer.
+pub fn threads() -> usize {
+    thread::available_parallelism().map_or(1, |found| found.get().min(THREADS_MAX))
+}
+
+/// Encodes pages of which no content is known, in the caller's thread.
+pub fn encode_unknown(hasher: &ContentHasher, pages: &[Page<'_>]) -> EncodedPages {
+    let begin = Instant::now();
+    let ids = hash(hasher, pages);
+    let encoding = |id: &Option<ContentId>| match id {
+        Some(_) => PageEncoding::Unknown,
+        None => PageEncoding::Zero,
+    };
+    EncodedPages {
+        encodings: ids.iter().map(encoding).collect(),
+        ids: ids.into_iter().flatten().collect(),
+        deltas: Vec::new(),
+        took: begin.elapsed(),
+    }
 }
 
 /// The content id of each page, `None` for zero pages.
 pub fn hash_all(hasher: &ContentHasher, pages: &[Page<'_>]) -> Vec<Option<ContentId>> {
-    let all = |share: &[Page<'_>]| {
-        let with_content = |page: &&Page<'_>| !is_zero(page.bytes);
-        let pages = share.iter().filter(with_content).map(|page| page.bytes);
-        let mut ids = hasher.ids(&pages.collect::<Vec<_>>()).into_iter();
-        let one = |page: &Page<'_>| (!is_zero(page.bytes)).then(|| ids.next()).flatten();
-        share.iter().map(one).collect::<Vec<_>>()
-    };
     let mut shares = pages.chunks(share_of(pages.len(), THREADS_MAX));
     let first = shares.next().unwrap_or_default();
     thread::scope(|scope| {
         let others: Vec<_> = shares
-            .map(|share| scope.spawn(move || all(share)))
+            .map(|share| scope.spawn(move || hash(hasher, share)))
             .collect();
-        let mut ids = all(first);
+        let mut ids = hash(hasher, first);
         for other in others {
             let found = other.join();
             ids.extend(found.unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
         }
         ids
     })
+}
+
+/// The same in the caller's thread.
+fn hash(hasher: &ContentHasher, pages: &[Page<'_>]) -> Vec<Option<ContentId>> {
+    let content: Vec<bool> = pages.iter().map(|page| !is_zero(page.bytes)).collect();
+    let with_content = pages.iter().zip(&content).filter(|&(_, &has)| has);
+    let whole: Vec<_> = with_content.map(|(page, _)| page.bytes).collect();
+    let mut ids = hasher.ids(&whole).into_iter();
+    let id = |&has: &bool| has.then(|| ids.next()).flatten();
+    content.iter().map(id).collect()
 }
 
 /// The state of one worker thread.

@@ -9,7 +9,7 @@ use stillframe_page::{GuestPage, PAGE};
 
 use crate::capture::staging::StagingBuffer;
 use crate::encoding::delta_cache::DeltaCache;
-use crate::encoding::page_encoder::{PageEncoder, PageEncoding};
+use crate::encoding::page_encoder::{EncodedPages, PageEncoder, PageEncoding};
 use crate::memory::outcome::{Content, Found};
 use crate::memory::ranges::PageRanges;
 use crate::memory::{BlockShape, Page};
@@ -93,9 +93,22 @@ impl PageStream {
         block: usize,
         pages: &[Page<'_>],
     ) -> Result<Vec<PageEncoding>, S::Error> {
-        let begin = Instant::now();
         let encoded = encoder.batch(sink.hasher(), cache, block, pages)?;
-        let encoded_at = Instant::now();
+        self.put_encoded(sink, block, pages, encoded)
+    }
+
+    /// The same with pages that are encoded already.
+    ///
+    /// # Errors
+    /// That of the sink.
+    pub fn put_encoded<S: PageSink>(
+        &mut self,
+        sink: &mut S,
+        block: usize,
+        pages: &[Page<'_>],
+        encoded: EncodedPages,
+    ) -> Result<Vec<PageEncoding>, S::Error> {
+        let begin = Instant::now();
         let contents = sink.put(EncodedBatch {
             block,
             pages,
@@ -108,8 +121,8 @@ impl PageStream {
             let page = GuestPage::new(block, page.number);
             self.count(page, encoding, content);
         }
-        self.encoding += encoded_at - begin;
-        self.writing += encoded_at.elapsed();
+        self.encoding += encoded.took;
+        self.writing += begin.elapsed();
         Ok(encoded.encodings)
     }
 
