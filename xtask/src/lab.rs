@@ -112,10 +112,6 @@ pub fn bench(workspace: &Workspace, bench: Bench, more: &[String]) -> Result<()>
     match bench {
         Bench::Bitmap | Bench::Delta => micro::bench(workspace, "stillframe-page", &name),
         Bench::Index => micro::bench(workspace, "stillframe-repo", &name),
-        // Its guest is a small one.
-        Bench::Papers if more.iter().any(|word| word == "page-cache") => {
-            run(prepared(workspace, BENCHES)?.arg(name).args(more))
-        }
         Bench::Workloads | Bench::Papers | Bench::Responsive | Bench::DiskWork => {
             run(prepared_with_debian(workspace, BENCHES)?
                 .arg(name)
