@@ -2,6 +2,7 @@
 //! start it. A guest ends when dropped.
 
 use std::fs;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -440,8 +441,26 @@ impl Guest {
     }
 }
 
+/// signal(7).
+const SIGKILL: i32 = 9;
+
+impl Guest {
+    /// Prints why QEMU has ended, if neither the guest nor a test's SIGKILL ended it: its log goes with the folder.
+    fn tell_why_it_ended(&mut self) {
+        let Ok(Some(status)) = self.process.try_wait() else {
+            return;
+        };
+        if !status.success() && status.signal() != Some(SIGKILL) {
+            let log = self.folder.path().join("qemu.log");
+            let log = fs::read_to_string(log).unwrap_or_default();
+            eprintln!("QEMU has ended by itself ({status}): {log}");
+        }
+    }
+}
+
 impl Drop for Guest {
     fn drop(&mut self) {
+        self.tell_why_it_ended();
         let _ = self.kill();
         if self.kind == Kind::FileShared {
             remove_memory_files(&format!("stillframe-{}", folder_name(self.folder.path())));
