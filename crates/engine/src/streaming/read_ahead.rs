@@ -11,6 +11,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
@@ -56,6 +57,9 @@ struct Batch {
     encoded: EncodedPages,
 }
 
+/// A batch and its place in the order, or the panic of a thread.
+type Sent = thread::Result<(usize, Result<Batch, BlockError>)>;
+
 /// What the threads take from, in this order.
 struct Queue<'v> {
     wanted: Box<dyn Iterator<Item = (usize, Wanted<'v>)> + Send + 'v>,
@@ -79,7 +83,6 @@ pub(super) fn read_ahead<E>(
     }
     let wanted = Box::new(all_wanted(blocks, wanted).enumerate());
     let queue = Mutex::new(Queue { wanted, empty });
-    let mut placement = WhereIdle::confined(process);
     thread::scope(|scope| {
         // The threads end when both channels are closed here.
         let give_back = give_back;
@@ -87,12 +90,21 @@ pub(super) fn read_ahead<E>(
         for _ in 0..threads {
             let (queue, sender) = (&queue, sender.clone());
             let thread = thread::Builder::new().name("page reader".to_owned());
-            let started = thread.spawn_scoped(scope, move || run(queue, &sender, process, hasher));
+            let started = thread.spawn_scoped(scope, move || {
+                let run = || run(queue, &sender, process, hasher);
+                if let Err(panic) = catch_unwind(AssertUnwindSafe(run)) {
+                    let _ = sender.send(Err(panic));
+                }
+            });
             started.map_err(StreamingError::Thread)?;
         }
         drop(sender);
+        // After they were started: they begin where this thread may run, and could not leave where it is confined to.
+        let mut placement = WhereIdle::confined(process);
         let (mut early, mut next) = (BTreeMap::new(), 0);
-        for (place, batch) in read {
+        for sent in read {
+            // The others would wait for buffers that nothing gives back.
+            let (place, batch) = sent.unwrap_or_else(|panic| resume_unwind(panic));
             early.insert(place, batch);
             while let Some(batch) = early.remove(&next) {
                 placement.look();
@@ -111,12 +123,7 @@ pub(super) fn read_ahead<E>(
 }
 
 /// One of the threads. Each batch goes out with its place in the order; an error is the last.
-fn run(
-    queue: &Mutex<Queue<'_>>,
-    sender: &Sender<(usize, Result<Batch, BlockError>)>,
-    process: &Process,
-    hasher: &ContentHasher,
-) {
+fn run(queue: &Mutex<Queue<'_>>, sender: &Sender<Sent>, process: &Process, hasher: &ContentHasher) {
     let mut placement = WhereIdle::confined(process);
     loop {
         let (place, wanted, buffer) = {
@@ -133,7 +140,7 @@ fn run(
         placement.look();
         let batch = wanted.read(buffer, hasher);
         let failed = batch.is_err();
-        if sender.send((place, batch)).is_err() || failed {
+        if sender.send(Ok((place, batch))).is_err() || failed {
             return;
         }
     }
@@ -228,6 +235,11 @@ impl Iterator for Batches<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::process::Command;
+    use std::thread::sleep;
+    use std::time::Duration;
+
     use proptest::prelude::*;
     use stillframe_page::GuestPage;
     use thiserror::Error;
@@ -355,5 +367,53 @@ mod tests {
         });
         assert!(matches!(done, Err(StreamingError::Block(_))), "{done:?}");
         assert_eq!(pages_taken, 5000 + BATCH_PAGES);
+    }
+
+    /// The others would wait for its buffer.
+    #[test]
+    #[should_panic(expected = "overflow")]
+    fn a_panic_of_one_thread_is_one_of_all() {
+        let memory = memory();
+        let mut wanted = all_of(&memory);
+        wanted.written[0] = vec![0..300, 1 << 60..(1 << 60) + 1];
+        let _ = read(&memory, &wanted, &mut |_, _, _| Ok::<(), Full>(()));
+    }
+
+    /// It does if it is started where the caller is confined to.
+    #[test]
+    fn no_thread_stays_on_few_processors_beside_an_idle_vm() {
+        let anywhere = allowed("/proc/thread-self");
+        let memory = memory();
+        let mut vm = Command::new("sleep").arg("60").spawn().unwrap();
+        // It has started when it has run.
+        sleep(Duration::from_millis(50));
+        let process = Process::open(vm.id().cast_signed()).unwrap();
+        let blocks = memory.each_ref().map(FakeMemory::block);
+        let hasher = ContentHasher::keyed([3; 32]);
+        let parts = (&blocks.each_ref()[..], &all_of(&memory));
+        let mut found = Vec::new();
+        let done = read_ahead(&process, parts, &hasher, &mut |_, _, _| {
+            sleep(Duration::from_millis(5));
+            for task in fs::read_dir("/proc/self/task").unwrap() {
+                let task = task.unwrap().path();
+                let name = fs::read_to_string(task.join("comm")).unwrap_or_default();
+                if name.trim() == "page reader" {
+                    found.push(allowed(task.to_str().unwrap()));
+                }
+            }
+            Ok::<(), Full>(())
+        });
+        vm.kill().unwrap();
+        vm.wait().unwrap();
+        assert!(done.is_ok(), "{done:?}");
+        assert!(found.contains(&anywhere), "{anywhere:?}: {found:?}");
+    }
+
+    /// The processors of a task, by proc(5).
+    fn allowed(task: &str) -> Option<String> {
+        let status = fs::read_to_string(format!("{task}/status")).ok()?;
+        let mut lines = status.lines();
+        let line = lines.find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?;
+        Some(line.trim().to_owned())
     }
 }
