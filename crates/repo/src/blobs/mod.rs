@@ -33,6 +33,9 @@ pub struct Blobs<'a> {
 /// One read call fetches at most this many bytes, and reads over no gap longer than [`GAP_BYTES_MAX`].
 const RUN_BYTES_MAX: u32 = 1 << 20;
 const GAP_BYTES_MAX: u32 = 64 << 10;
+/// The frames of one run decode to at most this many bytes, so that all threads have work: frames of external packs are
+/// a few bytes each, and those of an image of 1 GiB would be one run.
+const RUN_PLAIN_BYTES_MAX: u32 = 4 << 20;
 
 /// Receives blobs: the tag of the first, and the bytes of all.
 pub type BlobSink<'s, T, E> = &'s (dyn Fn(T, &[u8]) -> Result<(), E> + Sync);
@@ -176,16 +179,66 @@ impl<T> Runs<T> {
             return run;
         };
         let (pack, start, mut end) = (first.at.pack, first.at.info.offset, first.at.frame_end());
+        let mut plain_bytes = first.at.info.plain_bytes;
         run.push(first);
         while let Some(next) = self.rest.next_if(|Wanted { at, .. }| {
             at.pack == pack && {
                 let near = at.info.offset.saturating_sub(end) <= GAP_BYTES_MAX;
-                at.frame_end() == end || (near && at.frame_end() - start <= RUN_BYTES_MAX)
+                let short = at.frame_end() - start <= RUN_BYTES_MAX
+                    && plain_bytes + at.info.plain_bytes <= RUN_PLAIN_BYTES_MAX;
+                at.frame_end() == end || (near && short)
             }
         }) {
+            if next.at.frame_end() != end {
+                plain_bytes += next.at.info.plain_bytes;
+            }
             end = next.at.frame_end();
             run.push(next);
         }
         run
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pack::place::FrameInfo;
+
+    /// One blob in each of some frames that lie one behind the other.
+    fn runs(frames: u32, stored_bytes: u32, plain_bytes: u32) -> Vec<usize> {
+        let wanted = (0..frames).map(|frame| Wanted {
+            at: Place {
+                frame,
+                info: FrameInfo {
+                    offset: frame * stored_bytes,
+                    stored_bytes,
+                    plain_bytes,
+                    kind: 0,
+                },
+                bytes: plain_bytes,
+                ..Place::default()
+            },
+            id: ContentId([0; 32]),
+            tag: (),
+        });
+        let mut runs = Runs {
+            rest: wanted.collect::<Vec<_>>().into_iter().peekable(),
+        };
+        std::iter::from_fn(|| Some(runs.next_run().len()).filter(|&frames| frames > 0)).collect()
+    }
+
+    #[test]
+    fn frames_of_an_image_are_split_by_what_they_decode_to() {
+        assert_eq!(runs(130, 56, 64 << 10), [64, 64, 2]);
+    }
+
+    #[test]
+    fn frames_with_content_are_split_by_what_is_read() {
+        assert_eq!(runs(30, 100_000, 100_000), [10, 10, 10]);
+    }
+
+    #[test]
+    fn a_frame_that_exceeds_a_run_is_one() {
+        assert_eq!(runs(3, 8 << 20, 16 << 20), [1, 1, 1]);
     }
 }
