@@ -445,15 +445,26 @@ impl Guest {
 const SIGKILL: i32 = 9;
 
 impl Guest {
-    /// Prints why QEMU has ended, if neither the guest nor a test's SIGKILL ended it: its log goes with the folder.
+    /// Whether QEMU runs, for the error of a test: its log and the serial port go with the folder.
+    pub fn state(&mut self) -> String {
+        let status = match self.process.try_wait() {
+            Ok(None) => return "QEMU runs".into(),
+            Ok(Some(status)) => status.to_string(),
+            Err(error) => error.to_string(),
+        };
+        let log = self.folder.path().join("qemu.log");
+        let log = fs::read_to_string(log).unwrap_or_default();
+        let last = self.serial.last_lines();
+        format!("QEMU has ended ({status}): {log}; the guest said at last: {last}")
+    }
+
+    /// Prints why QEMU has ended, if neither the guest nor a test's SIGKILL ended it.
     fn tell_why_it_ended(&mut self) {
         let Ok(Some(status)) = self.process.try_wait() else {
             return;
         };
         if !status.success() && status.signal() != Some(SIGKILL) {
-            let log = self.folder.path().join("qemu.log");
-            let log = fs::read_to_string(log).unwrap_or_default();
-            eprintln!("QEMU has ended by itself ({status}): {log}");
+            eprintln!("{}", self.state());
         }
     }
 }

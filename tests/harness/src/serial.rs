@@ -41,6 +41,13 @@ impl Serial {
         String::from_utf8_lossy(&fs::read(&self.path).unwrap_or_default()).into_owned()
     }
 
+    /// The last five lines so far.
+    pub fn last_lines(&self) -> String {
+        let text = self.text();
+        let lines: Vec<&str> = text.lines().collect();
+        lines[lines.len().saturating_sub(5)..].join(" | ")
+    }
+
     /// All ticks so far; an error where the guest found its memory corrupt or went down.
     pub fn ticks(&self) -> Result<Vec<Tick>> {
         let text = self.text();

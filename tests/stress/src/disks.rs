@@ -177,11 +177,15 @@ impl Scene {
         let (before, deadline) = (checked(), Instant::now() + PATIENCE);
         while checked().iter().zip(&before).any(|(now, then)| now <= then) {
             let text = self.guest.serial.text();
-            ensure!(!text.contains("CORRUPT"), "{}", last_lines(&text));
+            ensure!(
+                !text.contains("CORRUPT"),
+                "{}",
+                self.guest.serial.last_lines()
+            );
             ensure!(
                 Instant::now() < deadline,
                 "the guest is stuck: {}",
-                last_lines(&text)
+                self.guest.serial.last_lines()
             );
             std::thread::sleep(Duration::from_millis(10));
         }
@@ -215,7 +219,7 @@ impl Scene {
                 return serial.wait_more(1, PATIENCE).map(drop);
             }
             let late = Instant::now() > deadline;
-            ensure!(!late, "the guest is stuck: {}", last_lines(&text));
+            ensure!(!late, "the guest is stuck: {}", serial.last_lines());
             std::thread::sleep(Duration::from_millis(10));
         }
     }
@@ -228,7 +232,7 @@ impl Scene {
         }
         serial.ticks()?;
         let text = serial.text();
-        ensure!(!text.contains("CORRUPT"), "{}", last_lines(&text));
+        ensure!(!text.contains("CORRUPT"), "{}", serial.last_lines());
         Ok(())
     }
 
@@ -342,11 +346,6 @@ fn check_file_system(raw: &Path) -> Result<()> {
     Ok(())
 }
 
-fn last_lines(text: &str) -> String {
-    let lines: Vec<&str> = text.lines().collect();
-    lines[lines.len().saturating_sub(5)..].join(" | ")
-}
-
 /// This number of checkpoints of one machine, of which the first is restored.
 pub fn one_machine(
     machine: Machine,
@@ -354,7 +353,18 @@ pub fn one_machine(
     random: &mut Random,
     compared: &mut Compared,
 ) -> Result<()> {
-    let scene = machine.boot()?;
+    let mut scene = machine.boot()?;
+    let done = checkpoints_of(&scene, count, random, compared);
+    done.with_context(|| scene.guest.state())
+}
+
+fn checkpoints_of(
+    scene: &Scene,
+    count: u64,
+    random: &mut Random,
+    compared: &mut Compared,
+) -> Result<()> {
+    let machine = scene.machine;
     let mut taken = Vec::new();
     for number in 0..count {
         let schedule = SCHEDULES[number as usize % SCHEDULES.len()];
