@@ -185,12 +185,12 @@ impl<T> Runs<T> {
             at.pack == pack && {
                 let near = at.info.offset.saturating_sub(end) <= GAP_BYTES_MAX;
                 let short = at.frame_end() - start <= RUN_BYTES_MAX
-                    && plain_bytes + at.info.plain_bytes <= RUN_PLAIN_BYTES_MAX;
+                    && plain_bytes.saturating_add(at.info.plain_bytes) <= RUN_PLAIN_BYTES_MAX;
                 at.frame_end() == end || (near && short)
             }
         }) {
             if next.at.frame_end() != end {
-                plain_bytes += next.at.info.plain_bytes;
+                plain_bytes = plain_bytes.saturating_add(next.at.info.plain_bytes);
             }
             end = next.at.frame_end();
             run.push(next);

@@ -134,10 +134,10 @@ impl Machine {
         }
     }
 
-    /// A guest may find two IDE or SCSI disks in any order. Swap is on a virtio disk then.
+    /// A guest may find two IDE disks in any order. Swap is on a virtio disk then.
     fn bus_of(&self, number: usize) -> Bus {
         match (self.bus, self.files, number) {
-            (Bus::Ide | Bus::Scsi, true, 1) => Bus::Virtio,
+            (Bus::Ide, true, 1) => Bus::Virtio,
             (bus, _, _) => bus,
         }
     }
