@@ -107,13 +107,17 @@ impl Machine {
 
     /// Words for the guest's kernel.
     fn words(&self) -> String {
+        let named = match self.bus {
+            Bus::Virtio => String::new(),
+            Bus::Scsi | Bus::Ide => format!(" sf.scsi={}", self.disks),
+        };
         match self.files {
             true => {
                 let (file, swap) = (self.in_guest(0), self.in_guest(1));
                 let liar = if self.lies { " sf.liar=1" } else { "" };
-                format!("sf.file={FILE_MIB}:{file} sf.swap={swap}{liar}")
+                format!("sf.file={FILE_MIB}:{file} sf.swap={swap}{liar}{named}")
             }
-            false => format!("sf.disks={DISK_MIB}:{}", self.checked().join(",")),
+            false => format!("sf.disks={DISK_MIB}:{}{named}", self.checked().join(",")),
         }
     }
 
@@ -134,26 +138,11 @@ impl Machine {
         }
     }
 
-    /// A guest may find two IDE disks in any order. Swap is on a virtio disk then.
-    fn bus_of(&self, number: usize) -> Bus {
-        match (self.bus, self.files, number) {
-            (Bus::Ide, true, 1) => Bus::Virtio,
-            (bus, _, _) => bus,
-        }
-    }
-
     /// The name of a disk in the guest.
     pub(super) fn in_guest(&self, number: usize) -> String {
-        let bus = self.bus_of(number);
-        let first = if bus == self.bus {
-            b'a' + number as u8
-        } else {
-            b'a'
-        };
-        let letter = char::from(first);
-        match bus {
-            Bus::Virtio => format!("vd{letter}"),
-            Bus::Scsi | Bus::Ide => format!("sd{letter}"),
+        match self.bus {
+            Bus::Virtio => format!("vd{}", char::from(b'a' + number as u8)),
+            Bus::Scsi | Bus::Ide => format!("disk{number}"),
         }
     }
 
@@ -168,7 +157,7 @@ impl Machine {
                 image.display(),
                 self.format
             );
-            let device = match self.bus_of(number) {
+            let device = match self.bus {
                 Bus::Virtio => "virtio-blk-pci",
                 Bus::Scsi => "scsi-hd",
                 Bus::Ide => {
@@ -205,7 +194,7 @@ impl Machine {
 
     /// QEMU's name of a disk.
     pub(super) fn device(&self, number: usize) -> String {
-        match self.bus_of(number) {
+        match self.bus {
             Bus::Ide => format!("ide0-hd{number}"),
             Bus::Virtio | Bus::Scsi => format!("disk{number}"),
         }
