@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use serde_json::Value;
+use serde_json::{Value, json};
 use stillframe_harness::cli::{PASSWORD, Stillframe};
 use stillframe_harness::committing::{Committing, expect_no_copy};
 use stillframe_harness::databases::Database;
+use stillframe_harness::filling::Filling;
 use stillframe_harness::health::expect_untouched;
 use stillframe_harness::restored::Restored;
 use stillframe_harness::running::Running;
@@ -225,6 +226,30 @@ fn without_its_image_a_checkpoint_is_not_restored() -> Result<()> {
             "--lazy",
         ],
     )?;
+    restored.serial.wait_more_committed(5)?;
+    restored.crash()
+}
+
+/// The restore says what it lacks, and fills it in when the image is as it was.
+#[test]
+fn an_image_is_cut_off_during_a_lazy_restore() -> Result<()> {
+    let scene = Scene::new("image-cut")?;
+    let (it, stillframe) = (&scene.it, &scene.stillframe);
+    scene.index(&scene.golden)?;
+    let taken = id(&capture(it, stillframe)?)?;
+    let folder = tempfile::tempdir()?;
+    let disks = format!("--disks=new={}", folder.path().join("new").display());
+    // Paused, the guest reads nothing that is in the image before it is cut off.
+    let slowly = [&disks, "--paused", "--verify", "--limit-fill", "4M"];
+    let mut filling = Filling::start(stillframe, &taken, folder.path(), &slowly)?;
+    filling.wait_runs()?;
+    let image = fs::read(&scene.golden)?;
+    fs::write(&scene.golden, [])?;
+    let path = scene.golden.display().to_string();
+    (filling.running).wait_words(&format!("image {path} cannot be used: it is too short"))?;
+    fs::write(&scene.golden, image)?;
+    let (restored, _) = filling.complete()?;
+    restored.monitor()?.execute("cont", json!({}))?;
     restored.serial.wait_more_committed(5)?;
     restored.crash()
 }
