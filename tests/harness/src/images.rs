@@ -14,7 +14,7 @@ pub const RAW: &str = "raw";
 const DEVICE: &str = "journal";
 
 /// QEMU's arguments for a disk.
-pub(crate) fn drive(disk: &Path, format: &str) -> [String; 4] {
+pub fn drive(disk: &Path, format: &str) -> [String; 4] {
     let drive = format!(
         "file={},format={format},if=none,id={DEVICE}",
         disk.display()

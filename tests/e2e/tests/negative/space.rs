@@ -1,17 +1,30 @@
-//! A repository whose file system is full, or whose files may not grow.
+//! A repository or an image whose file system is full, or whose files may not grow.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
-use serde_json::Value;
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
 use stillframe_harness::cli::{Stillframe, behind, refusal};
 use stillframe_harness::guest::{Guest, Kind, Setup};
 use stillframe_harness::health::{checkpoints, expect_untouched, expect_whole, processes_with};
+use stillframe_harness::images::{drive, make_image};
+use stillframe_harness::restored::Restored;
 use stillframe_harness::running::{PATIENCE, Running};
 
 use crate::host::Mount;
+
+/// Fills a file system to the last byte with this file, then leaves `room` bytes.
+fn fill(ballast: &Path, room: u64) -> Result<()> {
+    use std::io::Write;
+    let mut file = fs::File::create(ballast)?;
+    let block = [1; 1 << 12];
+    while file.write_all(&block).is_ok() {}
+    let filled = file.metadata()?.len();
+    file.set_len(filled.saturating_sub(room))?;
+    Ok(())
+}
 
 /// A repository on a file system of its own, which a ballast file can fill.
 struct Small {
@@ -32,13 +45,7 @@ impl Small {
 
     /// Fills the file system to the last byte, then leaves `room` bytes.
     fn fill(&self, room: u64) -> Result<()> {
-        use std::io::Write;
-        let mut file = fs::File::create(&self.ballast)?;
-        let block = [1; 1 << 12];
-        while file.write_all(&block).is_ok() {}
-        let filled = file.metadata()?.len();
-        file.set_len(filled.saturating_sub(room))?;
-        Ok(())
+        fill(&self.ballast, room)
     }
 
     /// Makes a little room, and takes it away for a moment, again and again.
@@ -301,4 +308,58 @@ fn an_export_that_finds_no_space_leaves_no_half_file() -> Result<()> {
         );
     }
     Ok(())
+}
+
+/// QEMU stops a guest whose image finds no space (`werror=enospc`). A watch goes on, leaves it stopped, and misses nothing that
+/// it writes when its user has made room.
+#[test]
+fn a_vm_that_qemu_stops_for_its_full_image_stays_stopped() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let small = folder.path().join("small");
+    let _mount = Mount::tmpfs(&small, 96)?;
+    let (image, ballast) = (small.join("disk.img"), small.join("ballast"));
+    make_image(&image, "raw", 64)?;
+    let words = drive(&image, "raw");
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let setup = Setup::small(Kind::Private, "full-image").with(&words);
+    let guest = setup.with_drivers("sf.journal=vda").boot()?;
+    guest.serial.wait_line("committed 3", PATIENCE)?;
+    let stillframe = Stillframe::init(&folder.path().join("repo"))?;
+    let pid = guest.pid_text();
+    let line = ["watch", "--pid", &pid, "--every", "500ms", "--json"];
+    let more = ["--disks", "capture", "--pause-limit", "60s"];
+    let mut watch = Running::start(stillframe.command(&[&line[..], &more].concat())?)?;
+    watch.wait_results(2)?;
+
+    let mut monitor = guest.second_monitor()?;
+    fill(&ballast, 0)?;
+    monitor.wait_event("BLOCK_IO_ERROR", PATIENCE)?;
+    let stopped = watch.results()?.len();
+    watch.wait_results(stopped + 3)?;
+    ensure!(monitor.status()? == "io-error", "it was run, or paused");
+
+    fs::remove_file(&ballast)?;
+    monitor.execute("cont", json!({}))?;
+    let committed = guest.serial.wait_more_committed(5)?;
+    let running = watch.results()?.len();
+    let taken = watch.wait_results(running + 2)?;
+    watch.signal("INT")?;
+    let ended = watch.end()?;
+    ensure!(ended.code == Some(0) && ended.errors() == 0, "{ended:?}");
+    expect_untouched(&guest, &mut monitor)?;
+
+    let last = taken
+        .last()
+        .and_then(|report| report["checkpoint"].as_str());
+    let disks = format!("--disks=new={}", folder.path().join("new").display());
+    let restored = Restored::start(
+        &stillframe,
+        last.context("no checkpoint")?,
+        folder.path(),
+        &[&disks, "--verify"],
+    )?;
+    restored.serial.wait_more_committed(5)?;
+    let goes_on = restored.serial.committed();
+    ensure!(goes_on > Some(committed), "{goes_on:?} after {committed}");
+    restored.crash()
 }
