@@ -92,13 +92,14 @@ pub(crate) fn fill(
     let zeros: Vec<Range<u64>> = zeros.map(|extent| extent.bytes).collect();
     let mut writer = client.writer().map_err(failed)?;
     let mut written = 0;
+    let threads = threads();
     thread::scope(|scope| {
         let (sender, pieces) = sync_channel(1);
         let thread = thread::Builder::new().name("disk".to_owned());
         let read = thread.spawn_scoped(scope, move || {
             for start in (0..map.pages()).step_by(PIECE_PAGES as usize) {
                 let pages = start..map.pages().min(start + PIECE_PAGES);
-                let piece = Piece::read(map, pages, threads());
+                let piece = Piece::read(map, pages, threads);
                 let last = piece.is_err();
                 // It has ended after an error, which it returns.
                 if sender.send(piece).is_err() || last {

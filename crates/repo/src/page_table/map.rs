@@ -12,7 +12,9 @@ use crate::format::manifest::BlockTable;
 use crate::index::reader::FrameLookup;
 use crate::pack::place::Place;
 use crate::page_table::overlay::{Deltas, GROUP_PAGES, Overlay};
-use crate::page_table::table::{BATCH, PageRef, SEGMENT_PAGES, read_root, read_segments};
+use crate::page_table::table::{
+    BATCH, PageRef, SEGMENT_PAGES, read_root, read_segments, segment_pages,
+};
 use crate::sync::lock;
 
 /// What a page is.
@@ -29,17 +31,42 @@ pub struct PageVersion {
 pub type PageSink<'s, E> = &'s (dyn Fn(u64, &[u8]) -> Result<(), E> + Sync);
 
 /// All pages of a RAM block at one checkpoint. The table is read on demand, a segment (2 MiB of memory) at a
-/// time, and kept: 33 bytes a page.
+/// time, and kept: 33 bytes a page, and none for a segment that is all zero, as most of a large disk is.
 pub struct PageMap<'a> {
     blobs: Blobs<'a>,
     pages: u64,
     root: Vec<PageRef>,
-    segments: Vec<OnceLock<Box<[PageRef]>>>,
+    segments: Vec<OnceLock<Segment>>,
     /// Pages with whole content in the layers, ascending. It replaces that of the table.
     whole: Vec<(u32, PageRef)>,
     deltas: Deltas,
     /// Pages of the newest layer.
     newest: Vec<u32>,
+}
+
+/// A segment of the table, with the whole pages of the layers.
+enum Segment {
+    /// This number of pages, all zero.
+    Zeros(usize),
+    Entries(Box<[PageRef]>),
+}
+
+impl Segment {
+    fn new(entries: Vec<PageRef>) -> Segment {
+        match entries.iter().all(|entry| *entry == PageRef::Zero) {
+            true => Segment::Zeros(entries.len()),
+            false => Segment::Entries(entries.into()),
+        }
+    }
+
+    /// The entry of a page of it; none behind the end of the table.
+    fn of(&self, page: u64) -> Option<PageRef> {
+        let at = (page % SEGMENT_PAGES) as usize;
+        match self {
+            Segment::Zeros(count) => (at < *count).then_some(PageRef::Zero),
+            Segment::Entries(entries) => entries.get(at).copied(),
+        }
+    }
 }
 
 impl<'a> PageMap<'a> {
@@ -74,7 +101,7 @@ impl<'a> PageMap<'a> {
     pub fn read_rest(&self) -> Result<(), RepoError> {
         let numbers = 0..self.root.len() as u64;
         let missing: Vec<u64> = numbers
-            .filter(|&number| self.segments[number as usize].get().is_none())
+            .filter(|&number| self.known(number).is_none())
             .collect();
         for batch in missing.chunks(BATCH) {
             let read = read_segments(self.blobs, self.pages, &self.root, batch)?;
@@ -127,22 +154,22 @@ impl<'a> PageMap<'a> {
         let outside = || RepoError::Table {
             what: format!("page {page} is outside a table of {} pages", self.pages),
         };
-        let segment = self.segments.get(number as usize).ok_or_else(outside)?;
-        let entries = match segment.get() {
-            Some(entries) => entries,
+        if number >= self.segments.len() as u64 {
+            return Err(outside());
+        }
+        let segment = match self.known(number) {
+            Some(segment) => segment,
             None => {
                 let mut read = read_segments(self.blobs, self.pages, &self.root, &[number])?;
                 self.keep(number, read.pop().unwrap_or_default())
             }
         };
-        let entry = entries.get((page % SEGMENT_PAGES) as usize);
-        entry.copied().ok_or_else(outside)
+        segment.of(page).ok_or_else(outside)
     }
 
     /// As [`PageMap::base`], if this is known without a read.
     pub(crate) fn known_base(&self, page: u64) -> Option<PageRef> {
-        let segment = self.segments.get((page / SEGMENT_PAGES) as usize)?.get()?;
-        segment.get((page % SEGMENT_PAGES) as usize).copied()
+        self.known(page / SEGMENT_PAGES)?.of(page)
     }
 
     /// Whether there are deltas for a page.
@@ -181,18 +208,35 @@ impl<'a> PageMap<'a> {
         self.deltas.apply(self.blobs, &pages, memory)
     }
 
-    /// Keeps a segment, with the whole pages of the layers.
-    fn keep(&self, number: u64, mut entries: Vec<PageRef>) -> &[PageRef] {
+    /// A segment that was read, or of which nothing is stored, in the table and in the layers.
+    fn known(&self, number: u64) -> Option<&Segment> {
+        let segment = self.segments.get(number as usize)?;
         let first = number * SEGMENT_PAGES;
-        let end = first + entries.len() as u64;
-        let above = |limit: u64| {
+        if let Some(segment) = segment.get() {
+            return Some(segment);
+        }
+        let count = segment_pages(self.pages, number);
+        let nothing_stored = self.root.get(number as usize) == Some(&PageRef::Zero)
+            && self.whole_between(first, first + count).is_empty();
+        nothing_stored.then(|| segment.get_or_init(|| Segment::Zeros(count as usize)))
+    }
+
+    /// Keeps a segment, with the whole pages of the layers.
+    fn keep(&self, number: u64, mut entries: Vec<PageRef>) -> &Segment {
+        let first = number * SEGMENT_PAGES;
+        for &(page, content) in self.whole_between(first, first + entries.len() as u64) {
+            entries[(u64::from(page) - first) as usize] = content;
+        }
+        self.segments[number as usize].get_or_init(|| Segment::new(entries))
+    }
+
+    /// The whole pages of the layers from `first` to before `end`.
+    fn whole_between(&self, first: u64, end: u64) -> &[(u32, PageRef)] {
+        let before = |limit: u64| {
             self.whole
                 .partition_point(|&(page, _)| u64::from(page) < limit)
         };
-        for &(page, content) in &self.whole[above(first)..above(end)] {
-            entries[(u64::from(page) - first) as usize] = content;
-        }
-        self.segments[number as usize].get_or_init(|| entries.into())
+        &self.whole[before(first)..before(end)]
     }
 
     /// Passes each of the wanted pages to `sink`, in no particular order, from up to `threads` threads at once.
@@ -313,4 +357,26 @@ fn copy_pages(into: &mut [u8], slot: usize, bytes: &[u8]) -> Result<(), RepoErro
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Zeros take no memory, however many: most of a large disk.
+    #[test]
+    fn a_segment_of_zeros_is_a_number() {
+        let zeros = Segment::new(vec![PageRef::Zero; 5]);
+        assert!(matches!(zeros, Segment::Zeros(5)));
+        let mut entries = vec![PageRef::Zero; 5];
+        entries[3] = PageRef::Stored(ContentId([1; 32]));
+        let mixed = Segment::new(entries.clone());
+        assert!(matches!(mixed, Segment::Entries(_)));
+        for (page, entry) in (SEGMENT_PAGES..).zip(&entries) {
+            assert_eq!(zeros.of(page), Some(PageRef::Zero));
+            assert_eq!(mixed.of(page), Some(*entry));
+        }
+        assert_eq!(zeros.of(5), None);
+        assert_eq!(mixed.of(5), None);
+    }
 }
